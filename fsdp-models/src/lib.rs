@@ -1,0 +1,1 @@
+//! Fused ops, layers, Llama, data and a trainer on top of the fsdp crate.

@@ -1,0 +1,1 @@
+//! Ranks are threads of this process.

@@ -1,0 +1,142 @@
+//! Collectives on streams, each with a tag that says what it is for.
+
+mod error;
+pub mod local;
+
+use std::sync::Arc;
+
+pub use error::CommError;
+
+use crate::device::{Slice, Stream};
+
+/// Part of the training step a collective belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Building, sharding, loading.
+    Setup,
+    /// Forward, evaluation included.
+    Forward,
+    /// Backward, recomputation included.
+    Backward,
+    /// Clipping, optimizer step, install.
+    Optimizer,
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Phase::Setup => "setup",
+            Phase::Forward => "forward",
+            Phase::Backward => "backward",
+            Phase::Optimizer => "optimizer",
+        })
+    }
+}
+
+/// What a collective is for. Ranks compare tags (step excepted) before any byte moves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tag {
+    /// Path of the unit, or the name of what is exchanged ("gradient norm").
+    pub unit: Arc<str>,
+    /// Part of the step.
+    pub phase: Phase,
+    /// Optimizer step, from 0; for messages.
+    pub step: u64,
+}
+
+/// Whether a reduction replaces what is in its destination or adds to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accumulate {
+    /// `dst = value`.
+    Overwrite,
+    /// `dst = dst + value`.
+    Add,
+}
+
+/// One buffer of a grouped all-gather: `recv` is `size` times as long as `send`; rank r's part lands at
+/// `r * send.len()`. `send` may be that very part of `recv` (in place).
+#[derive(Clone, Debug)]
+pub struct Gather {
+    /// This rank's shard.
+    pub send: Slice,
+    /// The whole.
+    pub recv: Slice,
+}
+
+/// One buffer of a grouped reduce-scatter: `send` is `size` times as long as `recv`;
+/// `recv (+)= scale * sum over ranks in rank order of send[rank * recv.len()..]`, computed in f32.
+/// `recv` may be that very part of `send` (in place), and may have a wider dtype.
+#[derive(Clone, Debug)]
+pub struct Reduce {
+    /// This rank's contribution to all shards.
+    pub send: Slice,
+    /// This rank's shard of the sum.
+    pub recv: Slice,
+    /// Factor of the reduced contribution, applied once, before it is accumulated.
+    pub scale: f32,
+    /// Replace or add.
+    pub accumulate: Accumulate,
+}
+
+/// Reduction of small host values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostOp {
+    /// Sum in rank order.
+    Sum,
+    /// Maximum.
+    Max,
+    /// Minimum.
+    Min,
+}
+
+/// A group of ranks that calls collectives in one common order.
+///
+/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`) are enqueued on `stream` and their failure is
+/// carried by the stream's next event; the `host_*` ones block. Every rank of the group must make the same calls
+/// in the same order with the same tags and sizes; if one does not, panics, returns early or is late beyond the
+/// time-out, every rank gets a [`CommError`] that says which.
+pub trait Communicator: Send + Sync {
+    /// This rank's index in the group.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks in the group.
+    fn size(&self) -> usize;
+
+    /// A communicator of the same ranks with an order of its own, so that its collectives may run beside this
+    /// one's. Every rank must call it with the same `name`, in the same order.
+    fn duplicate(&self, name: &str) -> Arc<dyn Communicator>;
+
+    /// Gathers all `parts` in one grouped launch.
+    fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError>;
+
+    /// Reduces and scatters all `parts` in one grouped launch.
+    fn reduce_scatter(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError>;
+
+    /// `data = scale * sum over ranks, in rank order, of data`, in place, the same bits on every rank: each
+    /// element is summed once, as in [`Communicator::reduce_scatter`]. Lengths must be multiples of `size`.
+    fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError>;
+
+    /// Rank `root`'s `data` for all.
+    fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError>;
+
+    /// Blocks until all ranks have reached it.
+    fn host_barrier(&self, tag: Tag) -> Result<(), CommError>;
+
+    /// Reduces `values` in rank order; blocks.
+    fn host_reduce(&self, tag: Tag, op: HostOp, values: &mut [f64]) -> Result<(), CommError>;
+
+    /// Every rank's `bytes` (of any length), by rank; blocks.
+    fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError>;
+
+    /// Bytes sent and received so far by this rank, by operation.
+    fn counters(&self) -> Vec<(&'static str, CommCounter)>;
+}
+
+/// Traffic of one kind of collective on one rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct CommCounter {
+    /// Number of grouped launches.
+    pub calls: u64,
+    /// Bytes that came from other ranks.
+    pub bytes_from_peers: u64,
+}

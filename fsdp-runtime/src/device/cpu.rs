@@ -1,0 +1,1 @@
+//! Streams of the CPU: in-order worker threads.

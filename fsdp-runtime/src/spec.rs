@@ -1,0 +1,170 @@
+//! What a parameter *is*, before any memory exists: dtype, shape, group key, tensor-parallel dim.
+//!
+//! Plain data. Nothing here knows of devices or of candle.
+
+use serde::Serialize;
+
+/// Element type of a flat buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE binary32.
+    F32,
+    /// bfloat16: the exponent of binary32, 8 bits of significand.
+    BF16,
+    /// IEEE binary16.
+    F16,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::BF16 | Dtype::F16 => 2,
+        }
+    }
+
+    /// The spelling used in attributes, options and reports: `f32`, `bf16`, `f16`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "f32",
+            Dtype::BF16 => "bf16",
+            Dtype::F16 => "f16",
+        }
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Dtype {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "f32" => Ok(Dtype::F32),
+            "bf16" => Ok(Dtype::BF16),
+            "f16" => Ok(Dtype::F16),
+            other => Err(format!("unknown dtype `{other}`: expected f32, bf16 or f16")),
+        }
+    }
+}
+
+/// How tensor parallelism cuts a parameter, as declared with `#[fsdp(tp = ..)]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+pub enum TpPlacement {
+    /// The output features are cut: dim 0 of a `[out, in]` weight.
+    Column,
+    /// The input features are cut: dim 1 of a `[out, in]` weight.
+    Row,
+    /// Every tensor-parallel rank holds the whole parameter.
+    Replicate,
+    /// This dim is cut.
+    Dim(usize),
+}
+
+/// Parameters with the same key share flat buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+pub struct GroupKey {
+    /// Element type of the model weights.
+    pub dtype: Dtype,
+    /// Belongs to an expert, hence to the expert mesh.
+    pub expert: bool,
+    /// Trainable: has a gradient and optimizer state.
+    pub requires_grad: bool,
+    /// Index of the communication unit; 0 is the root, which owns what is in no `Unit`.
+    pub unit: usize,
+}
+
+/// One physical parameter as the layout sees it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ParamSpec {
+    /// Fully qualified name, renames applied: the name in a checkpoint.
+    pub name: String,
+    /// Dims, outermost first.
+    pub shape: Vec<usize>,
+    /// The flat buffers it belongs to.
+    pub key: GroupKey,
+    /// No weight decay is applied to it.
+    pub no_decay: bool,
+    /// Declared tensor-parallel placement, if any.
+    pub tp: Option<TpPlacement>,
+    /// Used under more than one name (tied); it then has a bucket of its own in the root.
+    pub shared: bool,
+}
+
+impl ParamSpec {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// How much of the training state is sharded among the `dp_shard` ranks (ZeRO-0 to 3).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// ZeRO-0: weights, gradients and optimizer state whole on each rank; gradients all-reduced.
+    NoShard,
+    /// ZeRO-1: optimizer state (and main weights) sharded.
+    Optim,
+    /// ZeRO-2: gradients too.
+    OptimGrads,
+    /// ZeRO-3: parameters too.
+    #[default]
+    OptimGradsParams,
+}
+
+impl Strategy {
+    /// All of them, least sharded first.
+    pub const ALL: [Strategy; 4] =
+        [Strategy::NoShard, Strategy::Optim, Strategy::OptimGrads, Strategy::OptimGradsParams];
+
+    /// The spelling of the command line: `no-shard`, `optim`, `optim-grads`, `optim-grads-params`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Strategy::NoShard => "no-shard",
+            Strategy::Optim => "optim",
+            Strategy::OptimGrads => "optim-grads",
+            Strategy::OptimGradsParams => "optim-grads-params",
+        }
+    }
+
+    /// Model weights are held as shards between uses.
+    pub const fn shards_params(self) -> bool {
+        matches!(self, Strategy::OptimGradsParams)
+    }
+
+    /// Main gradients are held as shards.
+    pub const fn shards_grads(self) -> bool {
+        matches!(self, Strategy::OptimGrads | Strategy::OptimGradsParams)
+    }
+
+    /// Optimizer state is held as shards.
+    pub const fn shards_optim(self) -> bool {
+        !matches!(self, Strategy::NoShard)
+    }
+}
+
+impl std::fmt::Display for Strategy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Strategy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Strategy::ALL.into_iter().find(|s| s.name() == text).ok_or_else(|| {
+            format!(
+                "unknown strategy `{text}`: expected no-shard, optim, optim-grads or \
+                 optim-grads-params"
+            )
+        })
+    }
+}
