@@ -6,11 +6,13 @@
 //! streams of the driver.
 
 mod buffer;
+mod fill;
 pub mod cpu;
 
 use std::sync::Arc;
 
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
+pub use fill::{Fill, cast, fill};
 
 use crate::comm::CommError;
 

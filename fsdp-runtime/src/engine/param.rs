@@ -28,10 +28,10 @@ struct Inner {
 /// What `fully_shard` gives to a parameter.
 #[derive(Debug)]
 pub(crate) struct Bound {
+    /// Identity of the engine of the sharded model.
+    pub engine: usize,
     pub name: String,
     pub unit: usize,
-    pub unit_path: Arc<str>,
-    pub slot: usize,
     /// The permanent variable: an alias into the gathered buffer while unsharded, a tombstone while sharded.
     pub variable: Tensor,
     pub requires_grad: bool,

@@ -1,23 +1,86 @@
 //! The token that proves a unit is unsharded.
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::core::Engine;
 use super::param::Param;
+use crate::error::Error;
 
 /// Proof that one unit's parameters are whole. Only the runtime makes one, for the duration of the unit's forward (and of its
 /// recomputation); it cannot leave that call and cannot cross threads.
 pub struct Scope<'a> {
-    _borrow: PhantomData<&'a ()>,
+    frame: &'a Frame,
     _not_send: PhantomData<*const ()>,
 }
 
+/// What the runtime knows about the forward that a scope stands for.
+pub(crate) struct Frame {
+    pub engine: Arc<Engine>,
+    pub unit: usize,
+    /// Units around this one, whose parameters are whole as well.
+    pub enclosing: Vec<usize>,
+    /// Build the autograd graph.
+    pub track: bool,
+    pub training: bool,
+    /// Parameters of enclosing units that were read: their gradients appear in this unit's graph.
+    pub borrowed: RefCell<Vec<Param>>,
+}
+
+impl Frame {
+    pub(crate) fn scope(&self) -> Scope<'_> {
+        Scope { frame: self, _not_send: PhantomData }
+    }
+}
+
 impl Scope<'_> {
+    /// True in training, false in evaluation.
+    pub fn is_training(&self) -> bool {
+        self.frame.training
+    }
+
+    /// Path of the unit this scope is for; empty for the root.
+    pub fn unit(&self) -> &str {
+        self.frame.engine.unit_path(self.frame.unit)
+    }
+
+    pub(crate) fn frame(&self) -> &Frame {
+        self.frame
+    }
+
     pub(crate) fn read(&self, param: &Param) -> candle_core::Result<Tensor> {
-        match param.bound() {
-            Some(bound) => Ok(bound.variable.clone()),
-            None => candle_core::bail!("parameter is not sharded yet"),
+        let frame = self.frame;
+        let Some(bound) = param.bound().filter(|bound| bound.engine == frame.engine.id()) else {
+            let message = format!(
+                "has no place in the sharded model: it was not there (or was skipped) when the model was sharded; \
+                 read in the forward of unit `{}`",
+                frame.engine.unit_name(frame.unit)
+            );
+            let param = param.name().unwrap_or("(unnamed)").to_string();
+            return Err(Error::Param { param, message }.into());
+        };
+        if bound.unit != frame.unit {
+            if !frame.enclosing.contains(&bound.unit) {
+                let message = format!(
+                    "belongs to unit `{}`, which is sharded; it was read in the forward of unit `{}`",
+                    frame.engine.unit_name(bound.unit),
+                    frame.engine.unit_name(frame.unit)
+                );
+                return Err(Error::Param { param: bound.name.clone(), message }.into());
+            }
+            if bound.requires_grad && frame.track {
+                frame.borrowed.borrow_mut().push(param.clone());
+            }
         }
+        Ok(if frame.track { bound.variable.clone() } else { bound.variable.detach() })
+    }
+}
+
+impl std::fmt::Debug for Scope<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Scope({})", self.frame.engine.unit_name(self.frame.unit))
     }
 }

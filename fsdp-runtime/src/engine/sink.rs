@@ -2,15 +2,21 @@
 
 use std::sync::Arc;
 
+use candle_core::{DType, Storage, Tensor};
+use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use crate::comm::Accumulate;
 use crate::device::Slice;
+use crate::spec::Dtype;
 
 #[derive(Debug)]
 struct Open {
     slice: Slice,
+    /// Holds a gradient that the next one is added to.
     written: bool,
+    /// A gradient came since it was opened.
+    touched: bool,
 }
 
 /// A handle to a parameter's part of the gradient bucket, for ops that write weight gradients themselves.
@@ -32,7 +38,7 @@ impl GradSink {
 
     /// True if a call of [`GradSink::accumulate_f32`] would write now.
     pub fn takes_f32(&self) -> bool {
-        matches!(&*self.0.lock(), Some(open) if open.slice.dtype() == crate::spec::Dtype::F32)
+        matches!(&*self.0.lock(), Some(open) if open.slice.dtype() == Dtype::F32)
     }
 
     /// Calls `write` with the parameter's whole gradient (row-major, `numel` elements of f32) and whether to overwrite it or to
@@ -45,24 +51,86 @@ impl GradSink {
         write: impl FnOnce(&mut [f32], Accumulate) -> Result<(), E>,
     ) -> Result<bool, E> {
         let mut guard = self.0.lock();
-        let Some(open) = guard.as_mut().filter(|open| open.slice.dtype() == crate::spec::Dtype::F32) else {
+        let Some(open) = guard.as_mut().filter(|open| open.slice.dtype() == Dtype::F32) else {
             return Ok(false);
         };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
         // SAFETY: the engine opens the sink over a part of a bucket that belongs to the compute stream (this thread) until
         // it closes the sink, before the bucket is handed to the reduce stream; the lock excludes a second writer.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
-        open.written = true;
+        (open.written, open.touched) = (true, true);
         Ok(true)
+    }
+
+    /// Writes or adds a gradient that candle computed, in whatever float dtype.
+    ///
+    /// # Errors
+    /// If the element counts differ, or candle cannot convert the gradient.
+    pub(crate) fn accumulate_tensor(&self, grad: &Tensor) -> candle_core::Result<()> {
+        let mut guard = self.0.lock();
+        let Some(open) = guard.as_mut() else {
+            return Ok(());
+        };
+        if grad.elem_count() != open.slice.len() {
+            candle_core::bail!("a gradient of {:?} for a parameter of {} elements", grad.shape(), open.slice.len());
+        }
+        let grad = grad.to_dtype(DType::F32)?.contiguous()?;
+        let (storage, layout) = grad.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else {
+            candle_core::bail!("a gradient on another device than its parameter");
+        };
+        let start = layout.start_offset();
+        let values = &storage.as_slice::<f32>()?[start..start + open.slice.len()];
+        let add = open.written;
+        // SAFETY (all three): as in `accumulate_f32`.
+        match open.slice.dtype() {
+            Dtype::F32 => store(unsafe { open.slice.as_mut_slice::<f32>() }, values, add, |x| x, |x| x),
+            // SAFETY: as above.
+            Dtype::BF16 => {
+                store(unsafe { open.slice.as_mut_slice() }, values, add, bf16::to_f32, bf16::from_f32)
+            }
+            // SAFETY: as above.
+            Dtype::F16 => store(unsafe { open.slice.as_mut_slice() }, values, add, f16::to_f32, f16::from_f32),
+        }
+        (open.written, open.touched) = (true, true);
+        Ok(())
+    }
+
+    /// True while a backward may write into it.
+    pub(crate) fn is_open(&self) -> bool {
+        self.0.lock().is_some()
     }
 
     /// Directs gradients into `slice`; `written` says that it holds a gradient already.
     pub(crate) fn open(&self, slice: Slice, written: bool) {
-        *self.0.lock() = Some(Open { slice, written });
+        *self.0.lock() = Some(Open { slice, written, touched: false });
     }
 
-    /// Takes the slice out; returns whether a gradient was written.
-    pub(crate) fn close(&self) -> Option<(Slice, bool)> {
-        self.0.lock().take().map(|open| (open.slice, open.written))
+    /// Stops taking gradients. A slice that holds none is returned, to be zeroed.
+    pub(crate) fn close(&self) -> Closed {
+        match self.0.lock().take() {
+            Some(open) => Closed { touched: open.touched, unwritten: (!open.written).then_some(open.slice) },
+            None => Closed { touched: false, unwritten: None },
+        }
+    }
+}
+
+/// What a sink holds when it is closed.
+pub(crate) struct Closed {
+    /// A gradient came while it was open.
+    pub touched: bool,
+    /// Its slice, if no gradient ever came.
+    pub unwritten: Option<Slice>,
+}
+
+fn store<T: Copy>(
+    to: &mut [T],
+    values: &[f32],
+    add: bool,
+    widen: impl Fn(T) -> f32,
+    narrow: impl Fn(f32) -> T,
+) {
+    for (to, &value) in to.iter_mut().zip(values) {
+        *to = narrow(if add { widen(*to) + value } else { value });
     }
 }

@@ -1,5 +1,357 @@
 //! `Unit<T>`: one communication unit, and the autograd boundary around it.
+//!
+//! The outer graph sees a unit as one op. Its forward runs the user's module on a detached input while the unit is unsharded and
+//! keeps the inner graph (or, with recomputation, only the input). Its backward is where the hooks live: unshard, run the inner
+//! backward seeded with the incoming gradient, collect the parameters' gradients, reshard, reduce.
+
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, Var,
+};
+use parking_lot::Mutex;
+
+use super::config::Recompute;
+use super::core::{Engine, Expectation};
+use super::forward::{Forward, Tensors};
+use super::module::{FsdpUnit, Walker};
+use super::param::Param;
+use super::scope::{Frame, Scope};
+use crate::comm::Phase;
+use crate::memory::copy_out;
+use crate::trace;
 
 /// The runtime's handle to a [`Unit`], filled in when the model is sharded.
 #[derive(Debug, Default)]
-pub struct UnitCell(());
+pub struct UnitCell {
+    bound: OnceLock<BoundUnit>,
+    recompute: Option<Recompute>,
+}
+
+struct BoundUnit {
+    engine: Arc<Engine>,
+    unit: usize,
+    recompute: Recompute,
+    /// Makes the boundary op part of the graph even if the unit's input carries no gradient.
+    anchor: Tensor,
+}
+
+impl std::fmt::Debug for BoundUnit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "unit {} `{}`", self.unit, self.engine.unit_name(self.unit))
+    }
+}
+
+impl UnitCell {
+    /// Ties the unit to its engine; false if it has one already.
+    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> bool {
+        let storage = Storage::Cpu(CpuStorage::F32(vec![0.0]));
+        let anchor = Tensor::from_storage(storage, 1, BackpropOp::none(), true);
+        let recompute = self.recompute.unwrap_or(engine.config.recompute);
+        self.bound.set(BoundUnit { engine: engine.clone(), unit, recompute, anchor }).is_ok()
+    }
+}
+
+/// A module whose parameters are gathered, used and given back together.
+///
+/// ```
+/// # use fsdp_runtime::{Recompute, Unit};
+/// let layers: Vec<Unit<()>> = (0..4).map(|_| Unit::new(()).recompute(Recompute::Unit)).collect();
+/// # assert_eq!(layers.len(), 4);
+/// ```
+#[derive(Debug)]
+pub struct Unit<T> {
+    module: Arc<T>,
+    cell: UnitCell,
+}
+
+impl<T> Unit<T> {
+    /// Makes `module` a communication unit.
+    pub fn new(module: T) -> Unit<T> {
+        Unit { module: Arc::new(module), cell: UnitCell::default() }
+    }
+
+    /// The same with its own recomputation mode, whatever the configuration says.
+    pub fn recompute(mut self, mode: Recompute) -> Unit<T> {
+        self.cell.recompute = Some(mode);
+        self
+    }
+}
+
+impl<T> Deref for Unit<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.module
+    }
+}
+
+impl<T> From<T> for Unit<T> {
+    fn from(module: T) -> Self {
+        Unit::new(module)
+    }
+}
+
+impl<T: FsdpUnit> FsdpUnit for Unit<T> {
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        walker.unit(&self.cell, |walker| self.module.walk(walker));
+    }
+}
+
+impl<T> Unit<T> {
+    /// Unshards the unit, runs its module's forward, reshards it; in training, arranges for its backward.
+    ///
+    /// `context` is kept for recomputation, hence `Clone`; it carries no gradient. Every rank must call it, in the same order among the units.
+    ///
+    /// # Errors
+    /// Those of the module, of the gather, and of a unit that is in no sharded model.
+    pub fn forward<C, I, O>(&self, input: &I, context: &C, scope: &Scope<'_>) -> Result<O>
+    where
+        T: Forward<C, I, O> + Send + Sync + 'static,
+        C: Clone + Send + Sync + 'static,
+        I: Tensors + 'static,
+        O: Tensors + 'static,
+    {
+        let outer = scope.frame();
+        let Some(bound) = self.cell.bound.get().filter(|bound| bound.engine.id() == outer.engine.id()) else {
+            candle_core::bail!(
+                "a `Unit` inside `{}` is in no sharded model: it was not there (or its field is marked skip) when \
+                 `fully_shard` walked the model",
+                outer.engine.unit_name(outer.unit)
+            );
+        };
+        let mut enclosing = outer.enclosing.clone();
+        enclosing.push(outer.unit);
+        let run = Run {
+            module: self.module.clone(),
+            context: context.clone(),
+            engine: bound.engine.clone(),
+            unit: bound.unit,
+            enclosing,
+            training: outer.training,
+            _boundary: std::marker::PhantomData::<fn(I) -> O>,
+        };
+        let guard =
+            run.engine.enter(run.unit, Phase::Forward).map_err(|error| run.engine.note_failure(error))?;
+        if !outer.track {
+            // Evaluation, or a unit inside one that keeps no graph in its forward.
+            let (output, _) = run.forward(input, false, "forward")?;
+            return Ok(output);
+        }
+        let (packed, shapes) = input.pack()?;
+        let (saved, value) = match bound.recompute {
+            Recompute::None => {
+                let inner = run.graph(&packed, &shapes, "forward")?;
+                let value = copy_out(&inner.output)?;
+                (Saved::Graph(inner), value)
+            }
+            Recompute::Unit => {
+                let (output, _) = run.forward(&I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
+                let (output, output_shapes) = output.pack()?;
+                let value = copy_out(&output)?;
+                (Saved::Inputs { input_shapes: shapes, output_shapes, shape: output.shape().clone() }, value)
+            }
+        };
+        drop(guard);
+        let (shape, output_shapes) = match &saved {
+            Saved::Graph(inner) => (inner.output.shape().clone(), inner.output_shapes.clone()),
+            Saved::Inputs { shape, output_shapes, .. } => (shape.clone(), output_shapes.clone()),
+        };
+        let expectation = bound.engine.expect_backward(bound.unit);
+        let boundary = Boundary {
+            value: Mutex::new(Some(value)),
+            shape,
+            pass: Mutex::new(Some(BackwardPass { run, saved, expectation })),
+        };
+        let output = packed.apply_op2(&bound.anchor, boundary)?;
+        O::unpack(&output, &output_shapes)
+    }
+}
+
+/// What it takes to run a unit's module, now or again.
+struct Run<T, C, I, O> {
+    module: Arc<T>,
+    context: C,
+    engine: Arc<Engine>,
+    unit: usize,
+    enclosing: Vec<usize>,
+    training: bool,
+    _boundary: std::marker::PhantomData<fn(I) -> O>,
+}
+
+/// A unit's inner graph.
+struct Graph {
+    /// The variable that stands for the input; `None` if the input carries no gradient.
+    input: Option<Tensor>,
+    output: Tensor,
+    output_shapes: Vec<Shape>,
+    borrowed: Vec<Param>,
+}
+
+enum Saved {
+    Graph(Graph),
+    Inputs { input_shapes: Vec<Shape>, output_shapes: Vec<Shape>, shape: Shape },
+}
+
+impl<T, C, I, O> Run<T, C, I, O>
+where
+    T: Forward<C, I, O>,
+    I: Tensors,
+    O: Tensors,
+{
+    /// Runs the module; the unit must be unsharded.
+    fn forward(&self, input: &I, track: bool, name: &'static str) -> Result<(O, Vec<Param>)> {
+        let start = trace::now();
+        let frame = Frame {
+            engine: self.engine.clone(),
+            unit: self.unit,
+            enclosing: self.enclosing.clone(),
+            track,
+            training: self.training,
+            borrowed: Default::default(),
+        };
+        let output = self.module.forward(input, &self.context, &frame.scope())?;
+        if self.engine.config.check_finite {
+            self.check_finite(&output, name)?;
+        }
+        self.engine.tracer.compute(name, &self.engine.units[self.unit].path, start);
+        Ok((output, frame.borrowed.into_inner()))
+    }
+
+    /// Runs the module on a detached input and keeps the graph.
+    fn graph(&self, packed: &Tensor, shapes: &[Shape], name: &'static str) -> Result<Graph> {
+        let tracked = packed.track_op();
+        let leaf = if tracked { Var::from_tensor(&packed.detach())?.into_inner() } else { packed.detach() };
+        let (output, borrowed) = self.forward(&I::unpack(&leaf, shapes)?, true, name)?;
+        let (output, output_shapes) = output.pack()?;
+        Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
+    }
+
+    fn check_finite(&self, output: &O, name: &str) -> Result<()> {
+        let (packed, _) = output.pack()?;
+        let sum = packed.detach().to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
+        if sum.is_finite() {
+            return Ok(());
+        }
+        let phase = if name == "recompute" { Phase::Backward } else { Phase::Forward };
+        let error = self.engine.unit_error(self.unit, phase, "its output holds a NaN or an infinity");
+        Err(self.engine.note_failure(error))
+    }
+}
+
+/// The op that stands for a unit in the outer graph. Arguments: the packed input, and the unit's anchor.
+struct Boundary<T, C, I, O> {
+    /// The output, computed before the op is applied.
+    value: Mutex<Option<CpuStorage>>,
+    shape: Shape,
+    pass: Mutex<Option<BackwardPass<T, C, I, O>>>,
+}
+
+struct BackwardPass<T, C, I, O> {
+    run: Run<T, C, I, O>,
+    saved: Saved,
+    expectation: Expectation,
+}
+
+impl<T, C, I, O> CustomOp2 for Boundary<T, C, I, O>
+where
+    T: Forward<C, I, O>,
+    I: Tensors,
+    O: Tensors,
+{
+    fn name(&self) -> &'static str {
+        "fsdp-unit"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _input: &CpuStorage,
+        _input_layout: &Layout,
+        _anchor: &CpuStorage,
+        _anchor_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let Some(value) = self.value.lock().take() else {
+            candle_core::bail!("a unit's output is taken once");
+        };
+        Ok((value, self.shape.clone()))
+    }
+
+    fn bwd(
+        &self,
+        input: &Tensor,
+        _anchor: &Tensor,
+        _output: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(pass) = self.pass.lock().take() else {
+            candle_core::bail!("backward was run twice over the same forward: call the model's forward again");
+        };
+        Ok((pass.backward(input, grad)?, None))
+    }
+}
+
+impl<T, C, I, O> BackwardPass<T, C, I, O>
+where
+    T: Forward<C, I, O>,
+    I: Tensors,
+    O: Tensors,
+{
+    /// Unshard, (recompute,) inner backward, collect, reshard, reduce. Returns the gradient of the input, if it carries one.
+    fn backward(self, input: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        let BackwardPass { run, saved, expectation } = self;
+        let engine = run.engine.clone();
+        let fail = |error: crate::Error| engine.note_failure(error);
+        let guard = engine.enter(run.unit, Phase::Backward).map_err(fail)?;
+        let graph = match saved {
+            Saved::Graph(graph) => graph,
+            Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
+        };
+        engine.open_gradients(run.unit).map_err(|error| fail(error.into()))?;
+        let start = trace::now();
+        let input_grad = if graph.output.track_op() {
+            let mut grads = seed(&graph.output, grad)?.backward()?;
+            engine.collect_gradients(run.unit, &graph.borrowed, &mut grads)?;
+            match &graph.input {
+                Some(leaf) => grads.remove(leaf).map(|grad| grad.detach()),
+                None => None,
+            }
+        } else {
+            None
+        };
+        // candle expects a gradient for every tracked argument.
+        let input_grad = match (&graph.input, input_grad) {
+            (Some(leaf), None) => Some(leaf.zeros_like()?),
+            (_, grad) => grad,
+        };
+        drop(graph);
+        engine.tracer.compute("backward", &engine.units[run.unit].path, start);
+        drop(guard);
+        expectation.meet().map_err(|error| fail(error.into()))?;
+        Ok(input_grad)
+    }
+}
+
+/// A scalar whose backward hands `grad` to `output`: a vector-Jacobian product without the multiplication.
+fn seed(output: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    output.apply_op1(Seed { grad: grad.clone() })
+}
+
+struct Seed {
+    grad: Tensor,
+}
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "fsdp-seed"
+    }
+
+    fn cpu_fwd(&self, _storage: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _arg: &Tensor, _result: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.grad.clone()))
+    }
+}

@@ -1,0 +1,100 @@
+//! How a model is sharded and trained.
+
+use crate::layout::ShardAlignment;
+use crate::spec::{Dtype, Strategy};
+
+/// Dtypes of a training run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixedPrecision {
+    /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute says otherwise.
+    pub param: Dtype,
+    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients are FP32.
+    pub reduce: Dtype,
+}
+
+impl Default for MixedPrecision {
+    /// All FP32.
+    fn default() -> Self {
+        MixedPrecision { param: Dtype::F32, reduce: Dtype::F32 }
+    }
+}
+
+impl MixedPrecision {
+    /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
+    pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, reduce: Dtype::F32 };
+}
+
+/// How the contributions of the data-parallel ranks are combined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GradientScaling {
+    /// Averaged over the ranks: right if a rank's loss is a mean over its tokens.
+    #[default]
+    Mean,
+    /// Summed.
+    Sum,
+}
+
+/// Whether a unit keeps its inner activations for the backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recompute {
+    /// Keeps them.
+    #[default]
+    None,
+    /// Keeps only the unit's inputs and runs its forward again in the backward, under the gather that the backward needs anyway.
+    Unit,
+}
+
+/// Settings of [`fully_shard_with`](super::FullyShard::fully_shard_with). The same on all ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FsdpConfig {
+    /// What is sharded.
+    pub strategy: Strategy,
+    /// Where shard boundaries may fall.
+    pub alignment: ShardAlignment,
+    /// Dtypes.
+    pub precision: MixedPrecision,
+    /// How gradients are combined over ranks. Contributions of microbatches are always summed.
+    pub scaling: GradientScaling,
+    /// Recomputation for the units that do not say.
+    pub recompute: Recompute,
+    /// Units gathered ahead, in forward and in backward.
+    pub prefetch: usize,
+    /// Most elements that may be gathered before a prefetch is held back; `None` for no limit beyond the pool's.
+    pub gather_budget: Option<usize>,
+    /// Keep the two pool buffers of a shape class allocated; otherwise they come and go.
+    pub double_buffer: bool,
+    /// Elements after which a bucket of root parameters is closed; `None` for one bucket a group.
+    pub bucket_size: Option<usize>,
+    /// Seed of the initial weights.
+    pub seed: u64,
+    /// Check every unit's output and name the first unit that produces a NaN or an infinity.
+    pub check_finite: bool,
+    /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is only
+    /// [reported](super::Fsdp::parameters_without_gradient).
+    pub strict_gradients: bool,
+    /// Fill buffers with NaN when they are returned, so that a late reader is noticed. On by default in debug builds.
+    pub poison: bool,
+    /// Record a trace of compute and communication.
+    pub trace: bool,
+}
+
+impl Default for FsdpConfig {
+    fn default() -> Self {
+        FsdpConfig {
+            strategy: Strategy::default(),
+            alignment: ShardAlignment::default(),
+            precision: MixedPrecision::default(),
+            scaling: GradientScaling::default(),
+            recompute: Recompute::default(),
+            prefetch: 1,
+            gather_budget: None,
+            double_buffer: true,
+            bucket_size: None,
+            seed: 0,
+            check_finite: false,
+            strict_gradients: false,
+            poison: cfg!(debug_assertions),
+            trace: false,
+        }
+    }
+}

@@ -1,0 +1,448 @@
+//! The training-state machine of one rank: enters and leaves units, opens and closes gradient sinks, and drives the two
+//! pipelines.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::Tensor;
+use candle_core::backprop::GradStore;
+use parking_lot::Mutex;
+
+use super::config::FsdpConfig;
+use super::param::Param;
+use super::sink::GradSink;
+use crate::buffer::GroupBuffers;
+use crate::comm::{CommError, Communicator, Phase, Tag};
+use crate::device::{Fill, fill};
+use crate::error::{Error, Result};
+use crate::layout::ModelLayout;
+use crate::memory::{Account, Aliases};
+use crate::pipeline::{AllGatherPipeline, GradReducePipeline, Moment, Pass, Streams};
+use crate::spec::Strategy;
+use crate::trace::Tracer;
+
+/// Index of the root unit.
+pub(crate) const ROOT: usize = 0;
+
+/// One physical parameter: where it lives and the tensors that alias it (several if tied).
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub group: usize,
+    pub item: usize,
+    pub variables: Vec<Tensor>,
+    pub sink: GradSink,
+}
+
+/// One communication unit.
+#[derive(Debug)]
+pub(crate) struct UnitInfo {
+    pub path: Arc<str>,
+    pub groups: Vec<usize>,
+    /// Physical parameters, as indices into the layout's.
+    pub params: Vec<usize>,
+}
+
+/// What a rank is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TrainingState {
+    Idle,
+    Forward,
+    Backward,
+}
+
+#[derive(Default)]
+struct UnitState {
+    users: usize,
+    aliases: Aliases,
+    /// Forwards of this unit whose backward is still to come.
+    pending: usize,
+}
+
+pub(crate) struct State {
+    pub gather: AllGatherPipeline,
+    pub reduce: GradReducePipeline,
+    units: Vec<UnitState>,
+    pub training: TrainingState,
+    pub step: u64,
+    pub last_microbatch: bool,
+    /// The root is unsharded from a forward on, until its backward.
+    root_held: bool,
+    /// Parameters that got a gradient since the last optimizer step.
+    pub received: Vec<bool>,
+    /// Factor of the main gradients, from clipping; applied by the optimizer.
+    pub grad_scale: f32,
+}
+
+/// Everything a rank knows of its sharded model, but the user's module.
+pub(crate) struct Engine {
+    id: usize,
+    pub config: FsdpConfig,
+    /// The configured strategy, or `NoShard` where there is one rank.
+    pub strategy: Strategy,
+    pub comm: Arc<dyn Communicator>,
+    pub streams: Streams,
+    pub account: Account,
+    pub tracer: Arc<Tracer>,
+    pub layout: ModelLayout,
+    pub groups: Vec<GroupBuffers>,
+    pub units: Vec<UnitInfo>,
+    pub slots: Vec<Slot>,
+    pub state: Mutex<State>,
+    failure: Mutex<Option<Error>>,
+}
+
+/// The parts an engine is made of.
+pub(crate) struct Parts {
+    pub id: usize,
+    pub config: FsdpConfig,
+    pub strategy: Strategy,
+    pub comm: Arc<dyn Communicator>,
+    pub streams: Streams,
+    pub account: Account,
+    pub tracer: Arc<Tracer>,
+    pub layout: ModelLayout,
+    pub groups: Vec<GroupBuffers>,
+    pub units: Vec<UnitInfo>,
+    pub slots: Vec<Slot>,
+    pub gather: AllGatherPipeline,
+    pub reduce: GradReducePipeline,
+}
+
+/// A fresh identity for an engine.
+pub(crate) fn next_id() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Engine {
+    pub(crate) fn new(parts: Parts) -> Arc<Engine> {
+        let state = State {
+            gather: parts.gather,
+            reduce: parts.reduce,
+            units: parts.units.iter().map(|_| UnitState::default()).collect(),
+            training: TrainingState::Idle,
+            step: 0,
+            last_microbatch: true,
+            root_held: false,
+            received: vec![false; parts.slots.len()],
+            grad_scale: 1.0,
+        };
+        Arc::new(Engine {
+            id: parts.id,
+            config: parts.config,
+            strategy: parts.strategy,
+            comm: parts.comm,
+            streams: parts.streams,
+            account: parts.account,
+            tracer: parts.tracer,
+            layout: parts.layout,
+            groups: parts.groups,
+            units: parts.units,
+            slots: parts.slots,
+            state: Mutex::new(state),
+            failure: Mutex::new(None),
+        })
+    }
+
+    pub(crate) fn id(&self) -> usize {
+        self.id
+    }
+
+    pub(crate) fn unit_path(&self, unit: usize) -> &str {
+        &self.units[unit].path
+    }
+
+    /// Path of a unit for messages.
+    pub(crate) fn unit_name(&self, unit: usize) -> &str {
+        if unit == ROOT { "(root)" } else { &self.units[unit].path }
+    }
+
+    pub(crate) fn tag(&self, what: &str, phase: Phase) -> Tag {
+        Tag { unit: what.into(), phase, step: self.state.lock().step }
+    }
+
+    /// An error inside `unit`, with where and when.
+    pub(crate) fn unit_error(&self, unit: usize, phase: Phase, message: impl Into<String>) -> Error {
+        let step = self.state.lock().step;
+        let (rank, unit) = (self.comm.rank(), self.unit_name(unit).to_string());
+        Error::Unit { rank, unit, phase, step, message: message.into() }
+    }
+
+    /// Keeps the first error that has to travel through the tensor library, whose own error type holds only text.
+    pub(crate) fn note_failure(&self, error: Error) -> candle_core::Error {
+        self.failure.lock().get_or_insert_with(|| error.clone());
+        error.into()
+    }
+
+    /// The typed error behind one that came out of the tensor library.
+    pub(crate) fn explain(&self, error: candle_core::Error) -> Error {
+        self.failure.lock().take().unwrap_or_else(|| error.into())
+    }
+
+    /// A forward of the whole model begins.
+    pub(crate) fn begin_forward(self: &Arc<Self>) -> Result<UnitGuard> {
+        {
+            let mut state = self.state.lock();
+            if state.training != TrainingState::Idle {
+                return Err(Error::Usage(
+                    "the model's forward was called inside its own forward or backward".into(),
+                ));
+            }
+            state.training = TrainingState::Forward;
+            state.gather.forward_order.begin();
+        }
+        self.enter(ROOT, Phase::Forward).inspect_err(|_| self.state.lock().training = TrainingState::Idle)
+    }
+
+    /// The forward is over. After training the root stays unsharded for the backward; after evaluation nothing does.
+    pub(crate) fn end_forward(&self, root: UnitGuard, training: bool, complete: bool) -> Result<()> {
+        let mut root = Some(root);
+        {
+            let mut state = self.state.lock();
+            state.training = TrainingState::Idle;
+            if complete {
+                state.gather.forward_order.end();
+            }
+            if training && complete && !state.root_held {
+                state.root_held = true;
+                root.take().expect("taken once").hold();
+            }
+        }
+        drop(root);
+        if !training { Ok(self.state.lock().gather.reset()?) } else { Ok(()) }
+    }
+
+    /// Makes the unit's parameters whole until the guard is dropped.
+    pub(crate) fn enter(self: &Arc<Self>, unit: usize, phase: Phase) -> Result<UnitGuard> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let pass = match (phase, state.training) {
+            (Phase::Backward, _) => Some(Pass::Backward),
+            (_, TrainingState::Backward) => None,
+            _ => Some(Pass::Forward),
+        };
+        let moment = Moment { phase, step: state.step };
+        let full = state.gather.acquire(&self.groups, unit, pass, moment)?;
+        let guard = UnitGuard { engine: self.clone(), unit, held: false };
+        let unit_state = &mut state.units[unit];
+        unit_state.users += 1;
+        if unit_state.users > 1 {
+            return Ok(guard);
+        }
+        for &param in &self.units[unit].params {
+            let slot = &self.slots[param];
+            let position = self.units[unit].groups.iter().position(|&group| group == slot.group);
+            let position = position.expect("a unit's parameter is in one of its groups");
+            let item = &self.groups[slot.group].layout.items[slot.item];
+            let part = full[position].range(item.start..item.start + item.len);
+            for variable in &slot.variables {
+                if let Err(error) = unit_state.aliases.install(variable, part.clone()) {
+                    // Its drop would take the state's lock again.
+                    guard.hold();
+                    Self::leave_locked(state, unit);
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(guard)
+    }
+
+    fn leave(&self, unit: usize) {
+        Self::leave_locked(&mut self.state.lock(), unit);
+    }
+
+    fn leave_locked(state: &mut State, unit: usize) {
+        let unit_state = &mut state.units[unit];
+        unit_state.users -= 1;
+        if unit_state.users == 0 {
+            unit_state.aliases = Aliases::default();
+        }
+        if let Err(error) = state.gather.release(unit) {
+            // The stream that failed fails every later wait with the same error.
+            debug_assert!(!error.to_string().is_empty());
+        }
+    }
+
+    /// A forward of `unit` has happened whose backward is to come.
+    pub(crate) fn expect_backward(self: &Arc<Self>, unit: usize) -> Expectation {
+        self.state.lock().units[unit].pending += 1;
+        Expectation { engine: self.clone(), unit, met: false }
+    }
+
+    /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
+    pub(crate) fn open_gradients(&self, unit: usize) -> Result<(), CommError> {
+        let targets = self.state.lock().reduce.open(&self.groups, unit)?;
+        for &param in &self.units[unit].params {
+            let slot = &self.slots[param];
+            if let Some(target) = targets.iter().find(|target| target.group == slot.group)
+                && !slot.sink.is_open()
+            {
+                let item = &self.groups[slot.group].layout.items[slot.item];
+                slot.sink.open(target.bucket.range(item.start..item.start + item.len), !target.fresh);
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what candle computed for the unit's parameters, and for `borrowed` ones of enclosing units, into their sinks.
+    pub(crate) fn collect_gradients(
+        &self,
+        unit: usize,
+        borrowed: &[Param],
+        grads: &mut GradStore,
+    ) -> candle_core::Result<()> {
+        for &param in &self.units[unit].params {
+            let slot = &self.slots[param];
+            for variable in &slot.variables {
+                if let Some(grad) = grads.remove(variable) {
+                    slot.sink.accumulate_tensor(&grad)?;
+                }
+            }
+        }
+        for bound in borrowed.iter().filter_map(Param::bound) {
+            if let Some(grad) = grads.remove(&bound.variable) {
+                bound.sink.accumulate_tensor(&grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The unit's gradients of this backward are complete: closes its sinks and reduces.
+    pub(crate) fn close_gradients(&self, unit: usize) -> Result<(), CommError> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        for &param in &self.units[unit].params {
+            let closed = self.slots[param].sink.close();
+            state.received[param] |= closed.touched;
+            if let Some(slice) = closed.unwritten {
+                fill(&*self.streams.compute, &slice, vec![0..slice.len()], Fill::Zero)?;
+            }
+        }
+        let moment = Moment { phase: Phase::Backward, step: state.step };
+        state.reduce.reduce(&self.groups, unit, state.last_microbatch, moment)
+    }
+
+    /// A backward of the whole model begins; the root's sinks are open.
+    pub(crate) fn begin_backward(&self) -> Result<()> {
+        {
+            let mut state = self.state.lock();
+            if state.training != TrainingState::Idle {
+                return Err(Error::Usage("backward was called inside a forward or a backward".into()));
+            }
+            if !state.root_held {
+                return Err(Error::Usage(
+                    "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
+                ));
+            }
+            if state.reduce.is_synced() && self.comm.size() > 1 {
+                return Err(Error::Usage(format!(
+                    "with strategy `{}` the gradients of a step are reduced once, in its last microbatch: run the \
+                     earlier ones under `model.no_sync()`, and step the optimizer after the last",
+                    self.strategy
+                )));
+            }
+            state.training = TrainingState::Backward;
+            state.gather.backward_order.begin();
+        }
+        Ok(self.open_gradients(ROOT)?)
+    }
+
+    /// The backward of the whole model is over: reduces what is left.
+    pub(crate) fn end_backward(&self) -> Result<()> {
+        self.close_gradients(ROOT)?;
+        let left = self.state.lock().reduce.open_units();
+        for unit in left {
+            self.close_gradients(unit)?;
+        }
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let moment = Moment { phase: Phase::Backward, step: state.step };
+        if state.last_microbatch {
+            state.reduce.reduce_remaining(&self.groups, moment)?;
+        }
+        state.gather.backward_order.end();
+        state.training = TrainingState::Idle;
+        if std::mem::take(&mut state.root_held) {
+            Self::leave_locked(state, ROOT);
+        }
+        Ok(())
+    }
+
+    /// Puts the rank into a state from which a step can begin, whatever was cut short: sinks closed, units sharded, gradients of the
+    /// step forgotten.
+    pub(crate) fn reset_step(&self) -> Result<(), CommError> {
+        for slot in &self.slots {
+            slot.sink.close();
+        }
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        state.reduce.abandon();
+        if std::mem::take(&mut state.root_held) {
+            Self::leave_locked(state, ROOT);
+        }
+        state.training = TrainingState::Idle;
+        let finished = state.reduce.finish();
+        state.reduce.clear();
+        state.received.fill(false);
+        state.grad_scale = 1.0;
+        state.gather.reset()?;
+        finished
+    }
+
+    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are about to change.
+    pub(crate) fn finish_grad_sync(&self) -> Result<(), CommError> {
+        let mut state = self.state.lock();
+        state.reduce.finish()?;
+        state.gather.reset()
+    }
+}
+
+/// A unit is unsharded while this lives.
+pub(crate) struct UnitGuard {
+    engine: Arc<Engine>,
+    unit: usize,
+    held: bool,
+}
+
+impl UnitGuard {
+    /// Leaves the unit unsharded; the engine's state remembers it.
+    fn hold(mut self) {
+        self.held = true;
+    }
+}
+
+impl Drop for UnitGuard {
+    fn drop(&mut self) {
+        if !self.held {
+            self.engine.leave(self.unit);
+        }
+    }
+}
+
+/// A backward that is to come. Dropped without one (the graph was thrown away), it is given up.
+pub(crate) struct Expectation {
+    engine: Arc<Engine>,
+    unit: usize,
+    met: bool,
+}
+
+impl Expectation {
+    /// The backward has happened: reduces the unit's gradients if no other is to come.
+    pub(crate) fn meet(mut self) -> Result<(), CommError> {
+        self.met = true;
+        let last = {
+            let mut state = self.engine.state.lock();
+            state.units[self.unit].pending -= 1;
+            state.units[self.unit].pending == 0
+        };
+        if last { self.engine.close_gradients(self.unit) } else { Ok(()) }
+    }
+}
+
+impl Drop for Expectation {
+    fn drop(&mut self) {
+        if !self.met {
+            self.engine.state.lock().units[self.unit].pending -= 1;
+        }
+    }
+}

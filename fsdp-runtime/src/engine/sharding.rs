@@ -1,0 +1,293 @@
+//! `fully_shard`: from a model to a sharded one.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::collect::{Collected, collect};
+use super::config::{FsdpConfig, GradientScaling};
+use super::core::{Engine, Parts, Slot, UnitInfo, next_id};
+use super::fsdp::Fsdp;
+use super::module::FsdpUnit;
+use super::param::Bound;
+use super::sink::GradSink;
+use crate::buffer::GroupBuffers;
+use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
+use crate::device::{Slice, cast, cpu};
+use crate::error::{Error, Result};
+use crate::layout::{LayoutOptions, ModelLayout};
+use crate::memory::{Account, variable};
+use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, ReduceOptions, Streams};
+use crate::spec::{Dtype, ParamSpec, Strategy};
+use crate::trace::Tracer;
+
+/// Buffers a shape class, of gathered weights and of unreduced gradients: one in use, one in flight.
+const POOL_DEPTH: usize = 2;
+
+/// Sharding of a whole model. Implemented for every [`FsdpUnit`].
+pub trait FullyShard: FsdpUnit + Sized {
+    /// Shards the model over the `dp_shard` dim of `mesh` with the default configuration (ZeRO-3, FP32).
+    ///
+    /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter, filled with its initial values; no rank
+    /// ever holds more than its shard and, while it runs, the units in use.
+    ///
+    /// # Errors
+    /// If the ranks' models differ (naming the first parameter that does), a tie cannot be resolved, or the mesh does not fit.
+    fn fully_shard(self, mesh: &DeviceMesh) -> Result<Fsdp<Self>> {
+        self.fully_shard_with(mesh, &FsdpConfig::default())
+    }
+
+    /// The same with a configuration, which must be the same on all ranks.
+    ///
+    /// # Errors
+    /// As for [`FullyShard::fully_shard`], and if the configuration contradicts itself.
+    fn fully_shard_with(self, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Fsdp<Self>> {
+        let engine = build(&self, mesh, config)?;
+        Ok(Fsdp::new(self, engine))
+    }
+}
+
+impl<M: FsdpUnit> FullyShard for M {}
+
+fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Arc<Engine>> {
+    let comm = mesh.communicator().duplicate("control");
+    let (rank, ranks) = (comm.rank(), comm.size());
+    for (name, size) in mesh.dims() {
+        if name != "dp_shard" && size != 1 {
+            return Err(Error::Config(format!(
+                "mesh dim `{name}` has size {size}: only `dp_shard` can be larger than 1 so far"
+            )));
+        }
+    }
+    let collected = collect(model, config).map_err(|error| with_rank(error, rank));
+    // A rank that fails alone must not leave the others waiting: it takes part in the comparison with what it has.
+    let options = LayoutOptions { ranks, alignment: config.alignment, bucket_size: config.bucket_size };
+    let layout = collected.and_then(|collected| {
+        let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
+        Ok((collected, layout))
+    });
+    compare_ranks(&*comm, config, layout.as_ref().map(|(_, layout)| layout))?;
+    let (collected, layout) = layout?;
+
+    let strategy = if ranks == 1 { Strategy::NoShard } else { config.strategy };
+    let account = Account::default();
+    let tracer = Tracer::new(config.trace);
+    let streams = Streams {
+        compute: cpu::ComputeStream::new(),
+        gather: cpu::CpuStream::spawn(&format!("rank{rank}/all-gather")),
+        reduce: cpu::CpuStream::spawn(&format!("rank{rank}/reduce")),
+    };
+    let groups: Vec<GroupBuffers> = layout
+        .buckets
+        .iter()
+        .map(|bucket| GroupBuffers::allocate(&account, bucket.clone(), strategy, rank))
+        .collect();
+    let units: Vec<UnitInfo> = layout
+        .units
+        .iter()
+        .map(|unit| UnitInfo {
+            path: unit.path.as_str().into(),
+            groups: unit.buckets.clone(),
+            params: unit
+                .buckets
+                .iter()
+                .flat_map(|&bucket| layout.buckets[bucket].items.iter().map(|item| item.param))
+                .collect(),
+        })
+        .collect();
+    let slots = slots(&collected, &layout)?;
+    let unit_groups: Vec<(Arc<str>, Vec<usize>)> =
+        units.iter().map(|unit| (unit.path.clone(), unit.groups.clone())).collect();
+    let gather = AllGatherPipeline::new(
+        comm.duplicate("gather"),
+        streams.clone(),
+        tracer.clone(),
+        &account,
+        GatherOptions {
+            strategy,
+            prefetch: config.prefetch,
+            budget: config.gather_budget,
+            depth: POOL_DEPTH,
+            double_buffer: config.double_buffer,
+            poison: config.poison,
+        },
+        unit_groups.clone(),
+        &groups,
+    );
+    let reduce = GradReducePipeline::new(
+        comm.duplicate("reduce"),
+        streams.clone(),
+        tracer.clone(),
+        &account,
+        ReduceOptions {
+            strategy,
+            wire: config.precision.reduce,
+            scale: match config.scaling {
+                GradientScaling::Mean => (1.0 / ranks as f64) as f32,
+                GradientScaling::Sum => 1.0,
+            },
+            depth: POOL_DEPTH,
+            double_buffer: config.double_buffer,
+            poison: config.poison,
+        },
+        unit_groups,
+        &groups,
+    );
+    let id = next_id();
+    bind_params(&collected, &layout, &slots, id)?;
+    let cells: Vec<_> = collected.cells.clone();
+    let inits: Vec<_> = {
+        let mut inits = vec![None; layout.params.len()];
+        for item in collected.uses.iter().rev() {
+            inits[item.slot] = Some(item.param.init().clone());
+        }
+        inits
+    };
+    let engine = Engine::new(Parts {
+        id,
+        config: config.clone(),
+        strategy,
+        comm,
+        streams,
+        account,
+        tracer,
+        layout,
+        groups,
+        units,
+        slots,
+        gather,
+        reduce,
+    });
+    for (index, cell) in cells.into_iter().enumerate() {
+        if !cell.bind(&engine, index + 1) {
+            let unit = engine.unit_name(index + 1).to_string();
+            return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
+        }
+    }
+    engine.fill_weights(|param, spec, range, out| {
+        let init = inits[param].as_ref().expect("every physical parameter has a use");
+        init.fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
+        Ok(())
+    })?;
+    Ok(engine)
+}
+
+fn with_rank(error: Error, rank: usize) -> Error {
+    match error {
+        Error::Param { param, message } => Error::Param { param, message: format!("{message} (rank {rank})") },
+        other => other,
+    }
+}
+
+/// Makes sure that all ranks have the same model and configuration before any of their bytes meet.
+fn compare_ranks(
+    comm: &dyn Communicator,
+    config: &FsdpConfig,
+    layout: Result<&ModelLayout, &Error>,
+) -> Result<()> {
+    let lines = match layout {
+        Ok(layout) => {
+            let mut lines = vec![format!(
+                "strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, seed {}",
+                config.strategy, config.alignment, config.precision.reduce, config.scaling, config.seed
+            )];
+            lines.extend(layout.fingerprint());
+            lines
+        }
+        Err(error) => vec![format!("no layout: {error}")],
+    };
+    let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
+    let all = comm.host_gather(tag, lines.join("\n").into_bytes())?;
+    let rank = comm.rank();
+    for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
+        let theirs = String::from_utf8_lossy(bytes);
+        let mut theirs = theirs.split('\n');
+        let mut ours = lines.iter();
+        loop {
+            match (ours.next(), theirs.next()) {
+                (None, None) => break,
+                (ours, theirs) if ours.map(String::as_str) == theirs => {}
+                (ours, theirs) => {
+                    let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
+                    return Err(Error::ModelsDiffer {
+                        rank,
+                        ours: describe(ours.map(String::as_str)),
+                        other,
+                        theirs: describe(theirs),
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn slots(collected: &Collected<'_>, layout: &ModelLayout) -> Result<Vec<Slot>> {
+    let mut slots: Vec<Slot> = (0..layout.params.len())
+        .map(|param| {
+            let (group, item) = layout.place_of(param);
+            Slot { group, item, variables: Vec::new(), sink: GradSink::closed() }
+        })
+        .collect();
+    for item in &collected.uses {
+        let key = layout.params[item.slot].key;
+        slots[item.slot].variables.push(variable(item.param.shape(), key.dtype, key.requires_grad)?);
+    }
+    Ok(slots)
+}
+
+fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], engine: usize) -> Result<()> {
+    let mut used = vec![0; slots.len()];
+    for item in &collected.uses {
+        let slot = &slots[item.slot];
+        let key = layout.params[item.slot].key;
+        let bound = Bound {
+            engine,
+            name: item.name.clone(),
+            unit: key.unit,
+            variable: slot.variables[used[item.slot]].clone(),
+            requires_grad: key.requires_grad,
+            sink: if key.requires_grad { slot.sink.clone() } else { GradSink::closed() },
+        };
+        used[item.slot] += 1;
+        // A clone of a parameter is the same cell: its first use has bound it.
+        let clone = item.param.bound().is_some_and(|bound| bound.engine == engine);
+        if !item.param.bind(bound) && !clone {
+            let message = "is part of a sharded model already".into();
+            return Err(Error::Param { param: item.name.clone(), message });
+        }
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)` for each part of a parameter.
+    /// Both the main weights and the model weights get them.
+    pub(crate) fn fill_weights(
+        &self,
+        mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let compute = &*self.streams.compute;
+        for group in &self.groups {
+            let extent = group.optimizer_extent(self.strategy, self.comm.rank());
+            for item in &group.layout.items {
+                let start = item.start.max(extent.start);
+                let end = (item.start + item.len).min(extent.end);
+                if start >= end {
+                    continue;
+                }
+                let values = Slice::zeros(Dtype::F32, end - start, None);
+                // SAFETY: the buffer is new and ours alone.
+                let out = unsafe { values.as_mut_slice::<f32>() };
+                write(item.param, &self.layout.params[item.param], start - item.start..end - item.start, out)?;
+                if let Some(main) = &group.main_weight {
+                    cast(compute, &values, &main.part(start..end))?;
+                }
+                cast(compute, &values, &group.model_weight.part(start..end))?;
+            }
+        }
+        let mut state = self.state.lock();
+        state.gather.reset()?;
+        state.gather.mark_stale(true);
+        Ok(())
+    }
+}

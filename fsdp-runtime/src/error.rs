@@ -1,0 +1,79 @@
+//! What can go wrong, said so that the reader knows where and what to do.
+
+use std::sync::Arc;
+
+use crate::comm::{CommError, Phase};
+use crate::layout::LayoutError;
+use crate::optim::OptimError;
+
+/// An error of the runtime. Cheap to clone.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// A collective failed: ranks diverged, a rank failed, or time ran out.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// candle refused an operation.
+    #[error("{0}")]
+    Tensor(Arc<candle_core::Error>),
+    /// The parameters cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The optimizer's settings are out of range.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// The configuration contradicts itself, the mesh or the model.
+    #[error("configuration: {0}")]
+    Config(String),
+    /// A parameter is declared or used wrongly.
+    #[error("parameter `{param}`: {message}")]
+    Param {
+        /// Fully qualified name.
+        param: String,
+        /// What was expected and what came.
+        message: String,
+    },
+    /// Something failed inside a unit.
+    #[error("rank {rank}, unit `{unit}`, {phase}, step {step}: {message}")]
+    Unit {
+        /// This rank.
+        rank: usize,
+        /// Path of the unit; `(root)` for the root.
+        unit: String,
+        /// Part of the step.
+        phase: Phase,
+        /// Optimizer step, from 0.
+        step: u64,
+        /// What happened.
+        message: String,
+    },
+    /// The ranks do not hold the same model.
+    #[error("the ranks built different models: rank {rank} has {ours}, rank {other} has {theirs}")]
+    ModelsDiffer {
+        /// The rank that reports.
+        rank: usize,
+        /// What it has.
+        ours: String,
+        /// A rank that has something else.
+        other: usize,
+        /// What that one has.
+        theirs: String,
+    },
+    /// A call that makes no sense in the present state.
+    #[error("{0}")]
+    Usage(String),
+}
+
+/// Result of the runtime's calls.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Self {
+        Error::Tensor(Arc::new(error))
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> Self {
+        candle_core::Error::wrap(error)
+    }
+}

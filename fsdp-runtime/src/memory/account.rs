@@ -1,0 +1,103 @@
+//! Bytes held on a rank, by what they are for.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::Serialize;
+
+use crate::device::Slice;
+use crate::spec::Dtype;
+
+/// What a flat buffer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Category {
+    /// Model weights kept between steps, in the model dtype.
+    ModelWeights,
+    /// FP32 main weights of 16-bit groups.
+    MainWeights,
+    /// Main gradients, FP32.
+    MainGrads,
+    /// State of the optimizer.
+    OptimizerState,
+    /// Buffers that hold gathered weights.
+    GatherPool,
+    /// Buffers that hold unreduced gradients.
+    ReducePool,
+}
+
+impl Category {
+    /// All of them, in the order of reports.
+    pub const ALL: [Category; 6] = [
+        Category::ModelWeights,
+        Category::MainWeights,
+        Category::MainGrads,
+        Category::OptimizerState,
+        Category::GatherPool,
+        Category::ReducePool,
+    ];
+
+    /// Name in tables and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Category::ModelWeights => "model_weights",
+            Category::MainWeights => "main_weights",
+            Category::MainGrads => "main_grads",
+            Category::OptimizerState => "optimizer_state",
+            Category::GatherPool => "gather_pool",
+            Category::ReducePool => "reduce_pool",
+        }
+    }
+}
+
+/// Bytes of one category on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Usage {
+    /// What for.
+    pub category: Category,
+    /// Bytes held now.
+    pub current: usize,
+    /// Most bytes ever held at once.
+    pub peak: usize,
+}
+
+#[derive(Debug, Default)]
+struct Counter {
+    current: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+/// Allocates flat buffers of one rank and counts their bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Account(Arc<[Counter; 6]>);
+
+impl Account {
+    /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.
+    pub fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Slice {
+        let counters = self.0.clone();
+        let bytes = len * dtype.size();
+        let counter = &counters[category as usize];
+        let now = counter.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        counter.peak.fetch_max(now, Ordering::Relaxed);
+        let freed = self.0.clone();
+        let on_free = move |bytes| {
+            freed[category as usize].current.fetch_sub(bytes, Ordering::Relaxed);
+        };
+        Slice::zeros(dtype, len, Some(Box::new(on_free)))
+    }
+
+    /// Bytes of `category`.
+    pub fn usage(&self, category: Category) -> Usage {
+        let counter = &self.0[category as usize];
+        Usage {
+            category,
+            current: counter.current.load(Ordering::Relaxed),
+            peak: counter.peak.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Bytes of every category.
+    pub fn report(&self) -> Vec<Usage> {
+        Category::ALL.into_iter().map(|category| self.usage(category)).collect()
+    }
+}

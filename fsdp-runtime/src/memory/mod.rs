@@ -1,0 +1,9 @@
+//! Byte accounting, pools of flat buffers, and the one place where tensor storage is swapped.
+
+mod account;
+mod alias;
+mod pool;
+
+pub use account::{Account, Category, Usage};
+pub(crate) use alias::{Aliases, copy_out, variable};
+pub(crate) use pool::{Pool, SlotId};
