@@ -260,7 +260,7 @@ fn the_rule_in_this_test_is_theirs() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1000))]
+    #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
     fn random_groups(

@@ -7,7 +7,6 @@
 //! And where rows have no small common multiple, a group becomes several buckets instead of one that is mostly padding.
 
 use std::cmp::Reverse;
-use std::ops::Range;
 
 use super::bucket::Item;
 
@@ -22,7 +21,7 @@ pub(super) struct Placement {
 const SPLIT_SAVES: usize = 16;
 
 /// How often a shard length that was too short is lengthened before the next common multiple is tried.
-const TRIES: usize = 32;
+const TRIES: usize = 64;
 
 /// Places `items` (their `start` is not read) in one bucket, or several if that saves much padding.
 ///
@@ -133,39 +132,43 @@ fn shortest(
         if shortest_end == usize::MAX {
             return None;
         }
-        // What is missing may be less than what this packing overshot: go half of the way, by one multiple at least.
-        let target = size + (shortest_end - size) / 2;
+        // Less may do than what this packing overshot: go an eighth of the way, by one multiple at least.
+        let target = size + (shortest_end - size) / 8;
         shard = target.div_ceil(ranks).max(shard + 1).checked_next_multiple_of(multiple)?;
     }
     None
 }
 
-/// First fit: each item into the first gap that takes it, else at the end. Returns the items by start, and the end.
+/// At the end always the item that leaves the smallest gap there, the first in `order` of those; what fits the gap goes into
+/// it at once. Returns the items by start, and the end.
 fn pack(order: &[Item], shard: usize) -> Option<(Vec<Item>, usize)> {
+    let mut left = order.to_vec();
     let mut placed = Vec::with_capacity(order.len());
-    let mut gaps: Vec<Range<usize>> = Vec::new();
     let mut end = 0;
-    for &item in order {
-        let in_gap = gaps.iter().position(|gap| {
-            whole_rows_start(gap.start, item, shard).is_some_and(|start| start + item.len <= gap.end)
-        });
-        let from = in_gap.map_or(end, |gap| gaps[gap].start);
-        let start = whole_rows_start(from, item, shard)?;
-        let stop = start.checked_add(item.len)?;
-        match in_gap {
-            Some(gap) => {
-                let after = stop..gaps[gap].end;
-                let before = gaps[gap].start..start;
-                gaps.splice(gap..=gap, [before, after].into_iter().filter(|gap| !gap.is_empty()));
+    while !left.is_empty() {
+        let mut nearest: Option<(usize, usize)> = None;
+        for (index, &item) in left.iter().enumerate() {
+            let start = whole_rows_start(end, item, shard)?;
+            if nearest.is_none_or(|(_, known)| start < known) {
+                nearest = Some((index, start));
             }
-            None => {
-                if start > end {
-                    gaps.push(end..start);
-                }
-                end = stop;
+            if start == end {
+                break;
             }
         }
+        let (index, start) = nearest?;
+        let item = left.remove(index);
         placed.push(Item { start, ..item });
+        let mut gap = end..start;
+        left.retain(|&item| {
+            let fits = whole_rows_start(gap.start, item, shard).filter(|start| start + item.len <= gap.end);
+            if let Some(start) = fits {
+                placed.push(Item { start, ..item });
+                gap.start = start + item.len;
+            }
+            fits.is_none()
+        });
+        end = start.checked_add(item.len)?;
     }
     placed.sort_by_key(|item| (item.start, item.len));
     Some((placed, end))
