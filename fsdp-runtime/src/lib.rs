@@ -6,6 +6,7 @@ pub mod comm;
 pub mod device;
 pub mod engine;
 pub mod init;
+pub mod layout;
 pub mod spec;
 
 pub use engine::{FsdpUnit, GradSink, Param, Scope};
