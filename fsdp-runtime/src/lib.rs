@@ -2,14 +2,39 @@
 //!
 //! Modules are layers, lowest first; each imports only from those above it in this list.
 
-pub mod comm;
-pub mod device;
-pub mod engine;
-pub mod init;
-pub mod layout;
 pub mod spec;
 
-pub use engine::{FsdpUnit, GradSink, Param, Scope};
+pub mod layout;
+
+pub mod mesh;
+
+pub mod device;
+
+pub mod comm;
+
+pub mod launch;
+
+pub mod memory;
+
+pub mod buffer;
+
+pub mod init;
+
+pub mod optim;
+
+pub mod trace;
+
+mod error;
+
+mod pipeline;
+
+pub mod engine;
+
+pub use engine::{
+    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, MixedPrecision, Param, Recompute,
+    Scope, ShardedOptimizer, Tensors, Unit,
+};
+pub use error::{Error, Result};
 pub use init::Init;
 
 /// What the derive's expansion calls. Not for users: it may change in any release.

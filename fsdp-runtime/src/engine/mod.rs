@@ -1,13 +1,28 @@
 //! Modules, units and the training-state machine.
 
+mod collect;
+mod config;
+mod core;
+mod forward;
+mod fsdp;
+mod full;
 mod module;
+mod optimizer;
 mod param;
+mod report;
 mod scope;
+mod sharding;
 mod sink;
 mod unit;
 
+pub use config::{FsdpConfig, GradientScaling, MixedPrecision, Recompute};
+pub use forward::{Forward, Tensors};
+pub use fsdp::{Fsdp, NoSync};
 pub use module::{Attrs, Field, FsdpUnit, Tie, Visitor, Walker};
+pub use optimizer::ShardedOptimizer;
 pub use param::Param;
+pub use report::{MemoryReport, TrafficReport, UnitReport};
 pub use scope::Scope;
+pub use sharding::FullyShard;
 pub use sink::GradSink;
-pub use unit::UnitCell;
+pub use unit::{Unit, UnitCell};

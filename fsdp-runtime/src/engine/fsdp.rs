@@ -1,0 +1,307 @@
+//! `Fsdp<M>`: a sharded model, as the user's training loop sees it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+
+use super::core::{Engine, ROOT};
+use super::forward::Forward;
+use super::scope::Frame;
+use crate::comm::{HostOp, Phase};
+use crate::error::{Error, Result};
+use crate::layout::ModelLayout;
+use crate::optim::squared_norm;
+use crate::spec::{ParamSpec, Strategy};
+use crate::trace;
+
+/// A model whose parameters, gradients and optimizer state are sharded over the ranks of a mesh.
+///
+/// Unless a method says otherwise, every rank must call it, in the same order.
+#[derive(Debug)]
+pub struct Fsdp<M> {
+    module: M,
+    engine: Arc<Engine>,
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Engine(rank {} of {}, {})", self.comm.rank(), self.comm.size(), self.strategy)
+    }
+}
+
+impl<M> Fsdp<M> {
+    pub(crate) fn new(module: M, engine: Arc<Engine>) -> Self {
+        Fsdp { module, engine }
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// The user's model.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.engine.comm.rank()
+    }
+
+    /// Number of ranks the model is sharded over.
+    pub fn world_size(&self) -> usize {
+        self.engine.comm.size()
+    }
+
+    /// The strategy in force: the configured one, or `NoShard` where there is one rank.
+    pub fn strategy(&self) -> Strategy {
+        self.engine.strategy
+    }
+
+    /// Where every parameter lives.
+    pub fn layout(&self) -> &ModelLayout {
+        &self.engine.layout
+    }
+
+    /// Number of optimizer steps taken.
+    pub fn step_count(&self) -> u64 {
+        self.engine.state.lock().step
+    }
+
+    /// Runs the model for training on this rank's input and keeps what the backward needs.
+    ///
+    /// # Errors
+    /// Those of the model and of the gathers.
+    pub fn forward<I, O>(&self, input: &I) -> Result<O>
+    where
+        M: Forward<(), I, O>,
+    {
+        self.run(input, &(), true)
+    }
+
+    /// [`Fsdp::forward`] for a model that takes a context.
+    ///
+    /// # Errors
+    /// As for [`Fsdp::forward`].
+    pub fn forward_with<C, I, O>(&self, input: &I, context: &C) -> Result<O>
+    where
+        M: Forward<C, I, O>,
+    {
+        self.run(input, context, true)
+    }
+
+    /// Runs the model for evaluation: no graph is built, and afterwards every unit is sharded.
+    ///
+    /// # Errors
+    /// As for [`Fsdp::forward`].
+    pub fn evaluate<I, O>(&self, input: &I) -> Result<O>
+    where
+        M: Forward<(), I, O>,
+    {
+        self.run(input, &(), false)
+    }
+
+    fn run<C, I, O>(&self, input: &I, context: &C, training: bool) -> Result<O>
+    where
+        M: Forward<C, I, O>,
+    {
+        let engine = &self.engine;
+        let root = engine.begin_forward()?;
+        let start = trace::now();
+        let frame = Frame {
+            engine: engine.clone(),
+            unit: ROOT,
+            enclosing: Vec::new(),
+            track: training,
+            training,
+            borrowed: Default::default(),
+        };
+        let output = self.module.forward(input, context, &frame.scope());
+        engine.tracer.compute("model forward", &engine.units[ROOT].path, start);
+        let ended = engine.end_forward(root, training, output.is_ok());
+        let output = output.map_err(|error| engine.explain(error))?;
+        ended?;
+        Ok(output)
+    }
+
+    /// Runs the backward of `loss`, a scalar that [`Fsdp::forward`] returned or that was computed from what it returned. Gradients of this microbatch are added
+    /// to those of earlier ones; their reduction overlaps the backward.
+    ///
+    /// # Errors
+    /// If `loss` is not a scalar or not finite (with `check_finite`), without a forward before it, and those of recomputation and of the reductions. After an error,
+    /// [`Fsdp::reset_step`] makes the model usable again.
+    pub fn backward(&self, loss: &Tensor) -> Result<()> {
+        let engine = &self.engine;
+        if loss.elem_count() != 1 {
+            return Err(Error::Usage(format!(
+                "backward starts from a scalar loss, not from a tensor of shape {:?}",
+                loss.shape()
+            )));
+        }
+        if engine.config.check_finite {
+            let value = loss.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?[0];
+            if !value.is_finite() {
+                let message = format!("the loss is {value}, and no unit's output was: it arose outside the units");
+                return Err(engine.unit_error(ROOT, Phase::Forward, message));
+            }
+        }
+        engine.begin_backward()?;
+        let outcome = self.backward_locked(loss);
+        if outcome.is_err() {
+            // The error that counts is the first one.
+            let _ = engine.reset_step();
+        }
+        outcome
+    }
+
+    fn backward_locked(&self, loss: &Tensor) -> Result<()> {
+        let engine = &self.engine;
+        let start = trace::now();
+        if loss.track_op() {
+            let mut grads = loss.backward().map_err(|error| engine.explain(error))?;
+            engine.collect_gradients(ROOT, &[], &mut grads)?;
+        }
+        engine.tracer.compute("model backward", &engine.units[ROOT].path, start);
+        engine.end_backward()
+    }
+
+    /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce in every microbatch, ZeRO-0 and 1 only in the
+    /// last.
+    pub fn set_is_last_microbatch(&self, last: bool) {
+        self.engine.state.lock().last_microbatch = last;
+    }
+
+    /// Until the guard is dropped, backwards are not the last of their step.
+    ///
+    /// Under ZeRO-0 and 1 that keeps gradients unreduced on the rank; under ZeRO-2 and 3 gradients are still reduced, as their
+    /// memory is that of a shard.
+    pub fn no_sync(&self) -> NoSync<'_> {
+        self.set_is_last_microbatch(false);
+        NoSync { engine: &self.engine }
+    }
+
+    /// Waits (in stream order) until all gradients are reduced. [`Fsdp::clip_grad_norm`] and the optimizer do it themselves.
+    ///
+    /// # Errors
+    /// Those of the reductions.
+    pub fn finish_grad_sync(&self) -> Result<()> {
+        Ok(self.engine.finish_grad_sync()?)
+    }
+
+    /// Scales the gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.
+    ///
+    /// Each element of each parameter counts once, tied ones too; each rank sums its own shard, whatever the strategy, and the
+    /// ranks' sums are added in rank order, so that all ranks get the same bits. The factor `min(1, max_norm / (norm + 1e-6))`
+    /// is applied by the optimizer's step.
+    ///
+    /// # Errors
+    /// If `max_norm` is not positive, and those of the reductions.
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        if max_norm.is_nan() || max_norm <= 0.0 {
+            return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
+        }
+        let norm = self.grad_norm()?;
+        let factor = (max_norm / (norm + 1e-6)).min(1.0);
+        // A NaN norm must not be turned into a factor of 1.
+        self.engine.state.lock().grad_scale = if norm.is_nan() { f32::NAN } else { factor as f32 };
+        Ok(norm)
+    }
+
+    /// The global L2 norm of the gradients.
+    ///
+    /// # Errors
+    /// Those of the reductions.
+    pub fn grad_norm(&self) -> Result<f64> {
+        let engine = &self.engine;
+        engine.finish_grad_sync()?;
+        let mut sum = [0.0];
+        for unit in 0..engine.units.len() {
+            if !engine.state.lock().reduce.has_gradient(unit) {
+                continue;
+            }
+            for &group in &engine.units[unit].groups {
+                if let Some(grads) = &engine.groups[group].main_grad {
+                    // SAFETY: all reductions are done, and only this thread uses main gradients now.
+                    sum[0] += squared_norm(unsafe { grads.shard().as_slice::<f32>() });
+                }
+            }
+        }
+        engine.comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
+        Ok(sum[0].sqrt())
+    }
+
+    /// Casts the main weights that the optimizer has changed into the model weights, and marks what was gathered as out of date. The
+    /// optimizer's step does it; needed only by those who write main weights themselves.
+    ///
+    /// # Errors
+    /// Those of the streams.
+    pub fn install_optimized_model_weights(&self) -> Result<()> {
+        self.engine.install_optimized_model_weights()
+    }
+
+    /// Forgets the gradients of this step and whatever an error has cut short: every unit is sharded afterwards, and a forward can begin.
+    ///
+    /// # Errors
+    /// A failure of the streams or of the ranks, which nothing undoes.
+    pub fn reset_step(&self) -> Result<()> {
+        Ok(self.engine.reset_step()?)
+    }
+
+    /// Names of the trainable parameters that got no gradient on any rank since the last optimizer step: a hint that an op without backward cuts the
+    /// graph.
+    ///
+    /// # Errors
+    /// Those of the exchange between ranks.
+    pub fn parameters_without_gradient(&self) -> Result<Vec<String>> {
+        self.engine.parameters_without_gradient()
+    }
+
+    /// Paths of the units whose weights are gathered now; empty after evaluation and after an optimizer step. Local.
+    pub fn gathered_units(&self) -> Vec<String> {
+        self.engine.state.lock().gather.gathered().iter().map(|path| path.to_string()).collect()
+    }
+
+    /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened parameter (row-major), for each part that this rank
+    /// holds. Main weights take the values as they are, 16-bit model weights round them.
+    ///
+    /// # Errors
+    /// Those of `read`; the weights are then partly changed.
+    pub fn load_weights(
+        &self,
+        mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.engine.finish_grad_sync()?;
+        self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
+    }
+
+    /// Gathers every parameter, one bucket at a time, and shows it whole to `visit` on every rank: main weights where there are any, else model weights.
+    /// Padding is not shown, tied parameters once.
+    ///
+    /// # Errors
+    /// Those of `visit` and of the gathers.
+    pub fn visit_weights(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
+        self.engine.visit_weights(visit)
+    }
+
+    /// The same for the reduced gradients of the present step, before clipping. Parameters of units that have none are left out.
+    ///
+    /// # Errors
+    /// Those of `visit` and of the gathers.
+    pub fn visit_gradients(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
+        self.engine.visit_gradients(visit)
+    }
+}
+
+/// See [`Fsdp::no_sync`].
+#[derive(Debug)]
+#[must_use = "synchronisation is back on as soon as this is dropped"]
+pub struct NoSync<'a> {
+    engine: &'a Engine,
+}
+
+impl Drop for NoSync<'_> {
+    fn drop(&mut self) {
+        self.engine.state.lock().last_microbatch = true;
+    }
+}

@@ -1,0 +1,112 @@
+//! Whole parameters and gradients, gathered one bucket at a time, and the install of optimized weights.
+
+use super::core::Engine;
+use crate::buffer::DataParallelBuffer;
+use crate::comm::{Gather, HostOp, Phase, Tag};
+use crate::device::{Slice, cast};
+use crate::error::{Error, Result};
+use crate::layout::BucketLayout;
+use crate::spec::{Dtype, ParamSpec};
+
+impl Engine {
+    pub(crate) fn visit_weights(
+        &self,
+        mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.finish_grad_sync()?;
+        let tag = self.tag("weights", Phase::Setup);
+        for group in &self.groups {
+            self.visit_bucket(&group.layout, group.optimizer_weight(), &tag, &mut visit)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn visit_gradients(
+        &self,
+        mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.finish_grad_sync()?;
+        let tag = self.tag("gradients", Phase::Optimizer);
+        for (unit, info) in self.units.iter().enumerate() {
+            if !self.state.lock().reduce.has_gradient(unit) {
+                continue;
+            }
+            for &group in &info.groups {
+                let group = &self.groups[group];
+                if let Some(grads) = &group.main_grad {
+                    self.visit_bucket(&group.layout, grads, &tag, &mut visit)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn visit_bucket(
+        &self,
+        layout: &BucketLayout,
+        buffer: &DataParallelBuffer,
+        tag: &Tag,
+        visit: &mut impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        let shard = buffer.shard();
+        let whole = Slice::zeros(shard.dtype(), layout.size, None);
+        let part = Gather { send: shard, recv: whole.clone() };
+        let compute = &*self.streams.compute;
+        self.comm.all_gather(compute, tag.clone(), vec![part])?;
+        let values = if whole.dtype() == Dtype::F32 {
+            whole
+        } else {
+            let wide = Slice::zeros(Dtype::F32, layout.size, None);
+            cast(compute, &whole, &wide)?;
+            wide
+        };
+        compute.record().synchronize()?;
+        // SAFETY: the buffer is ours alone, and what wrote it is done.
+        let values = unsafe { values.as_slice::<f32>() };
+        for item in &layout.items {
+            visit(&self.layout.params[item.param], &values[item.start..item.start + item.len])?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn install_optimized_model_weights(&self) -> Result<()> {
+        for group in &self.groups {
+            if let Some(main) = &group.main_weight {
+                cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.extent()))?;
+            }
+        }
+        let mut state = self.state.lock();
+        state.gather.reset()?;
+        state.gather.mark_stale(false);
+        Ok(())
+    }
+
+    pub(crate) fn parameters_without_gradient(&self) -> Result<Vec<String>> {
+        let mut received: Vec<f64> =
+            self.state.lock().received.iter().map(|&received| f64::from(u8::from(received))).collect();
+        self.comm.host_reduce(self.tag("received gradients", Phase::Optimizer), HostOp::Max, &mut received)?;
+        let missing = self.layout.params.iter().zip(received);
+        let missing = missing.filter(|(spec, received)| spec.key.requires_grad && *received == 0.0);
+        Ok(missing.map(|(spec, _)| spec.name.clone()).collect())
+    }
+
+    /// Before the first optimizer step: says which trainable parameters got no gradient anywhere.
+    pub(crate) fn report_missing_gradients(&self) -> Result<()> {
+        let missing = self.parameters_without_gradient()?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "no gradient reached these trainable parameters on any rank: {}. An op without a backward may cut the graph above them; if they \
+             are meant to be unused, mark them `#[fsdp(frozen)]`",
+            missing.join(", ")
+        );
+        if self.config.strict_gradients {
+            return Err(Error::Usage(message));
+        }
+        if self.comm.rank() == 0 {
+            eprintln!("fsdp: warning: {message}");
+        }
+        Ok(())
+    }
+}

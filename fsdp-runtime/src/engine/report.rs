@@ -1,0 +1,109 @@
+//! What a rank holds and has moved, and what the layout says it must.
+
+use serde::Serialize;
+
+use super::core::ROOT;
+use super::fsdp::Fsdp;
+use crate::comm::CommCounter;
+use crate::layout::MemoryPlan;
+use crate::memory::{Category, Usage};
+use crate::trace::Span;
+
+/// One unit, for tables.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct UnitReport {
+    /// Path; `(root)` for the root.
+    pub unit: String,
+    /// Physical parameters.
+    pub params: usize,
+    /// Elements, padding not counted.
+    pub numel: usize,
+    /// Flat buffers.
+    pub buckets: usize,
+    /// Elements of padding.
+    pub padding: usize,
+    /// Bytes of model weights that this rank keeps.
+    pub shard_bytes: usize,
+    /// Bytes of the whole weights, as gathered.
+    pub gathered_bytes: usize,
+}
+
+/// Bytes of one category: held, and foretold by the layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MemoryReport {
+    /// What was counted.
+    #[serde(flatten)]
+    pub usage: Usage,
+    /// What the layout says: exact for what persists, an upper bound for the pools.
+    pub formula: u64,
+}
+
+/// Traffic of one kind of collective.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct TrafficReport {
+    /// `all_gather`, `reduce_scatter`, ...
+    pub operation: &'static str,
+    /// Launches and bytes.
+    #[serde(flatten)]
+    pub counter: CommCounter,
+}
+
+impl<M> Fsdp<M> {
+    /// The model's units, root first. Local.
+    pub fn units(&self) -> Vec<UnitReport> {
+        let engine = self.engine();
+        let report = |(index, unit): (usize, &super::core::UnitInfo)| {
+            let groups = || unit.groups.iter().map(|&group| &engine.groups[group]);
+            UnitReport {
+                unit: engine.unit_name(index).to_string(),
+                params: unit.params.len(),
+                numel: groups().map(|group| group.layout.numel()).sum(),
+                buckets: unit.groups.len(),
+                padding: groups().map(|group| group.layout.padding()).sum(),
+                shard_bytes: groups().map(|group| group.model_weight.data().bytes()).sum(),
+                gathered_bytes: groups().map(|group| group.layout.bytes()).sum(),
+            }
+        };
+        let units = engine.units.iter().enumerate().map(report);
+        units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
+    }
+
+    /// What the layout says this rank holds.
+    pub fn memory_plan(&self) -> MemoryPlan {
+        let engine = self.engine();
+        MemoryPlan::new(&engine.layout, engine.strategy, engine.config.precision.reduce)
+    }
+
+    /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers (AdamW: 2). Local.
+    pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
+        let plan = self.memory_plan();
+        let report = |usage: Usage| {
+            let formula = match usage.category {
+                Category::ModelWeights => plan.model_weights,
+                Category::MainWeights => plan.main_weights,
+                Category::MainGrads => plan.main_grads,
+                Category::OptimizerState => plan.optimizer_state * state_buffers as u64,
+                Category::GatherPool => plan.gather_pool,
+                Category::ReducePool => plan.reduce_pool,
+            };
+            MemoryReport { usage, formula }
+        };
+        self.engine().account.report().into_iter().map(report).collect()
+    }
+
+    /// Bytes moved so far by this rank's collectives, of all its groups. Local.
+    pub fn traffic(&self) -> Vec<TrafficReport> {
+        let counters = self.engine().comm.counters();
+        counters.into_iter().map(|(operation, counter)| TrafficReport { operation, counter }).collect()
+    }
+
+    /// The trace so far; empty unless the configuration asks for one. Local.
+    pub fn trace(&self) -> Vec<Span> {
+        self.engine().tracer.spans()
+    }
+
+    /// Forgets the trace so far. Local.
+    pub fn clear_trace(&self) {
+        self.engine().tracer.clear();
+    }
+}
