@@ -7,6 +7,7 @@ pub mod device;
 pub mod engine;
 pub mod init;
 pub mod layout;
+pub mod optim;
 pub mod spec;
 
 pub use engine::{FsdpUnit, GradSink, Param, Scope};
