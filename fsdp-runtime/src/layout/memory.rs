@@ -1,5 +1,7 @@
 //! What a rank will hold, in bytes, before anything is allocated.
 
+use std::collections::HashMap;
+
 use super::{BucketLayout, ModelLayout};
 use crate::spec::{Dtype, Strategy};
 
@@ -68,15 +70,13 @@ fn pool_bound(
             .filter(|bucket| counts(bucket))
     };
     let unit_bytes = |unit: usize| buckets(unit).map(&bytes).sum::<u64>();
-    let mut classes: Vec<(Vec<(Dtype, usize)>, usize, u64)> = Vec::new();
+    let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();
     for unit in 1..layout.units.len() {
-        let class: Vec<_> = buckets(unit).map(|bucket| (bucket.key.dtype, bucket.size)).collect();
-        match classes.iter_mut().find(|(known, ..)| *known == class) {
-            Some((_, units, _)) => *units += 1,
-            None => classes.push((class, 1, unit_bytes(unit))),
-        }
+        let class = buckets(unit).map(|bucket| (bucket.key.dtype, bucket.size)).collect();
+        units_of_class.entry(class).or_default().push(unit);
     }
-    unit_bytes(0) + classes.iter().map(|&(_, units, bytes)| bytes * units.min(2) as u64).sum::<u64>()
+    let pooled = units_of_class.values().flat_map(|units| units.iter().take(2));
+    unit_bytes(0) + pooled.map(|&unit| unit_bytes(unit)).sum::<u64>()
 }
 
 #[cfg(test)]

@@ -214,13 +214,10 @@ fn place(
     options: &LayoutOptions,
 ) -> Result<Vec<(Vec<Item>, usize)>, LayoutError> {
     let align = element_alignment(dtype);
-    // Main weights, gradients and optimizer state are 4 bytes an element, whatever the dtype of the weights.
-    let most = isize::MAX as usize / 4;
     let mut items = Vec::with_capacity(members.len());
     let mut cursor = 0usize;
     for &index in members {
         let param = &params[index];
-        let too_large = || LayoutError::TooLarge { param: param.name.clone(), shape: param.shape.clone() };
         // An empty parameter may have dims whose product overflows.
         let len = if param.shape.contains(&0) {
             0
@@ -229,8 +226,8 @@ fn place(
                 .shape
                 .iter()
                 .try_fold(1usize, |n, &dim| n.checked_mul(dim))
-                .filter(|&len| len <= most)
-                .ok_or_else(too_large)?
+                .filter(|&len| len <= row::MAX_ELEMENTS)
+                .ok_or_else(|| too_large(param))?
         };
         let row = if len == 0 { 1 } else { param.shape.iter().skip(1).product() };
         let start = element_start(cursor, len, align);
@@ -238,17 +235,24 @@ fn place(
         cursor = start + len;
         let room =
             align.checked_mul(options.ranks).and_then(|multiple| cursor.checked_next_multiple_of(multiple));
-        if room.is_none_or(|size| size > most) {
-            return Err(too_large());
+        if room.is_none_or(|size| size > row::MAX_ELEMENTS) {
+            return Err(too_large(param));
         }
     }
     match options.alignment {
         ShardAlignment::Element => Ok(vec![(items, cursor.next_multiple_of(align * options.ranks))]),
-        ShardAlignment::Row => Ok(row::place(&items, options.ranks, align)
-            .into_iter()
-            .map(|placement| (placement.items, placement.size))
-            .collect()),
+        ShardAlignment::Row => {
+            let placements = row::place(&items, options.ranks, align).ok_or_else(|| {
+                let longest = items.iter().max_by_key(|item| item.row).map_or(members[0], |item| item.param);
+                too_large(&params[longest])
+            })?;
+            Ok(placements.into_iter().map(|placement| (placement.items, placement.size)).collect())
+        }
     }
+}
+
+fn too_large(param: &ParamSpec) -> LayoutError {
+    LayoutError::TooLarge { param: param.name.clone(), shape: param.shape.clone() }
 }
 
 #[cfg(test)]

@@ -23,24 +23,24 @@ const SPLIT_SAVES: usize = 16;
 /// How often a shard length that was too short is lengthened before the next common multiple is tried.
 const TRIES: usize = 64;
 
+/// Most elements of a bucket. Main weights, gradients and optimizer state are 4 bytes an element whatever the weights are.
+pub(super) const MAX_ELEMENTS: usize = isize::MAX as usize / 4;
+
 /// Places `items` (their `start` is not read) in one bucket, or several if that saves much padding.
 ///
-/// `align` is the number of elements in 64 bytes: shards are multiples of it where that costs nothing.
-pub(super) fn place(items: &[Item], ranks: usize, align: usize) -> Vec<Placement> {
+/// `align` is the number of elements in 64 bytes: shards are multiples of it where that costs nothing. `None` if a bucket
+/// would be too large: every rank's shard holds a whole row at least.
+pub(super) fn place(items: &[Item], ranks: usize, align: usize) -> Option<Vec<Placement>> {
     let numel: usize = items.iter().map(|item| item.len).sum();
     let worth = (numel / SPLIT_SAVES).max(ranks * align);
-    let whole = place_in_one(items, ranks, align);
-    match whole {
-        Some(placement) if placement.size - numel <= worth => vec![placement],
-        whole => {
-            let parts = split(items, ranks, align, worth);
-            let cost = |parts: &[Placement]| cost(parts, worth);
-            match whole {
-                Some(placement) if placement.size + worth <= cost(&parts) => vec![placement],
-                _ => parts,
-            }
-        }
+    let Some(whole) = place_in_one(items, ranks, align) else { return split(items, ranks, align, worth) };
+    if whole.size - numel > worth
+        && let Some(parts) = split(items, ranks, align, worth)
+        && cost(&parts, worth) < whole.size + worth
+    {
+        return Some(parts);
     }
+    Some(vec![whole])
 }
 
 fn cost(parts: &[Placement], worth: usize) -> usize {
@@ -48,17 +48,17 @@ fn cost(parts: &[Placement], worth: usize) -> usize {
 }
 
 /// Starts with one bucket for each row length, which always works, and joins the two that gain most until none gain.
-fn split(items: &[Item], ranks: usize, align: usize, worth: usize) -> Vec<Placement> {
+fn split(items: &[Item], ranks: usize, align: usize, worth: usize) -> Option<Vec<Placement>> {
     let mut rows: Vec<usize> = items.iter().map(|item| item.row).collect();
     rows.sort_unstable_by_key(|&row| Reverse(row));
     rows.dedup();
     let mut parts: Vec<Placement> = rows
         .iter()
-        .filter_map(|&row| {
+        .map(|&row| {
             let same: Vec<Item> = items.iter().filter(|item| item.row == row).copied().collect();
             place_in_one(&same, ranks, align)
         })
-        .collect();
+        .collect::<Option<_>>()?;
     loop {
         let mut best: Option<(usize, usize, usize, Placement)> = None;
         for a in 0..parts.len() {
@@ -71,13 +71,13 @@ fn split(items: &[Item], ranks: usize, align: usize, worth: usize) -> Vec<Placem
                 }
             }
         }
-        let Some((a, b, _, joined)) = best else { return parts };
+        let Some((a, b, _, joined)) = best else { return Some(parts) };
         parts[a] = joined;
         parts.remove(b);
     }
 }
 
-/// The smallest bucket found; `None` if the rows' common multiple overflows.
+/// The smallest bucket found; `None` if it would be too large.
 fn place_in_one(items: &[Item], ranks: usize, align: usize) -> Option<Placement> {
     let numel: usize = items.iter().map(|item| item.len).sum();
     if numel == 0 {
@@ -120,7 +120,7 @@ fn shortest(
 ) -> Option<Placement> {
     let mut shard = numel.div_ceil(ranks).checked_next_multiple_of(multiple)?;
     for _ in 0..TRIES {
-        let size = shard.checked_mul(ranks).filter(|&size| size <= limit && size <= isize::MAX as usize)?;
+        let size = shard.checked_mul(ranks).filter(|&size| size <= limit.min(MAX_ELEMENTS))?;
         let mut shortest_end = usize::MAX;
         for order in orders {
             let Some((items, end)) = pack(order, shard) else { continue };
@@ -225,29 +225,36 @@ mod tests {
 
     #[test]
     fn equal_rows_pad_less_than_a_row_for_each_rank() {
-        let placements = place(&[item(0, 5, 7), item(1, 4, 7), item(2, 1, 7)], 3, 16);
+        let placements = place(&[item(0, 5, 7), item(1, 4, 7), item(2, 1, 7)], 3, 16).unwrap();
         assert_eq!(placements.len(), 1);
         assert_eq!(placements[0].size, 3 * 28);
     }
 
     #[test]
     fn rows_without_a_small_multiple_become_two_buckets() {
-        let placements = place(&[item(0, 4096, 1021), item(1, 4096, 1019)], 64, 16);
+        let placements = place(&[item(0, 4096, 1021), item(1, 4096, 1019)], 64, 16).unwrap();
         assert_eq!(placements.iter().map(|p| p.size).collect::<Vec<_>>(), [4096 * 1021, 4096 * 1019]);
     }
 
     #[test]
     fn rows_whose_multiple_overflows_become_several_buckets() {
         let row = (1usize << 31) - 1;
-        let placements = place(&[item(0, 64, row), item(1, 64, row - 1), item(2, 64, row - 2)], 64, 16);
+        let placements =
+            place(&[item(0, 64, row), item(1, 64, row - 1), item(2, 64, row - 2)], 64, 16).unwrap();
         assert_eq!(placements.len(), 3);
         assert_eq!(placements.iter().map(|p| p.size).sum::<usize>(), 64 * (3 * row - 3));
     }
 
     #[test]
+    fn a_row_too_long_for_every_rank_to_hold_one_is_refused() {
+        assert_eq!(place(&[item(0, 1, 1 << 58), item(1, 4, 3)], 64, 16), None);
+        assert!(place(&[item(0, 1, 1 << 54), item(1, 4, 3)], 64, 16).is_some());
+    }
+
+    #[test]
     fn small_items_fill_the_gaps() {
         // Rows 6 and 4 over shards of 12: a gap of 2 between 0..18 and 20..36 takes the two scalars.
-        let placements = place(&[item(0, 3, 6), item(1, 4, 4), item(2, 1, 1), item(3, 1, 1)], 3, 16);
+        let placements = place(&[item(0, 3, 6), item(1, 4, 4), item(2, 1, 1), item(3, 1, 1)], 3, 16).unwrap();
         assert_eq!(placements.len(), 1);
         assert_eq!(placements[0].size, 36);
     }
