@@ -236,7 +236,8 @@ fn tp(meta: &ParseNestedMeta) -> Result<Tp> {
         other => {
             let near = suggest::nearest(other, &["column", "row", "replicate", "dim"]);
             let near = near.map(|near| format!(": did you mean `{near}`?")).unwrap_or_default();
-            Err(Error::new(span, format!("unknown tensor-parallel placement `{other}`{near}; {expected}")))
+            let message = format!("unknown tensor-parallel placement `{other}`{near}\n{expected}");
+            Err(Error::new(span, message))
         }
     }
 }

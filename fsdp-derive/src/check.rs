@@ -43,7 +43,12 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
         Role::Plain(_) => {
             let ty = field.ty.to_token_stream();
             for (word, span) in said(attrs) {
-                ctxt.error(span, format!("`{word}` has no meaning here: `{ty}` holds no parameters"));
+                ctxt.error(
+                    span,
+                    format!(
+                        "`{word}` has no meaning here: `{ty}` is plain data, no part of the model's state"
+                    ),
+                );
             }
         }
         Role::Buffer => {

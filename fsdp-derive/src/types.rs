@@ -55,16 +55,14 @@ fn plain_path(path: &Path) -> Option<Plain> {
     if last.arguments.is_none() {
         return match name {
             "String" => Some(Plain { meant: quote!(::std::string::String), named: true }),
-            _ if PRIMITIVES.contains(&name) && !path.segments.is_empty() => {
-                Some(Plain { meant: path.to_token_stream(), named: false })
-            }
+            _ if PRIMITIVES.contains(&name) => Some(Plain { meant: path.to_token_stream(), named: false }),
             _ => None,
         };
     }
     let args = type_arguments(last);
     let [arg] = args.as_slice() else { return None };
     if name == "PhantomData" {
-        return Some(Plain { meant: quote!(::core::marker::PhantomData<#arg>), named: true });
+        return Some(Plain { meant: path.to_token_stream(), named: false });
     }
     let std = match name {
         "Option" => quote!(::core::option::Option),
@@ -177,10 +175,7 @@ mod tests {
             meant(parse_quote!(Vec<(String, u8)>)),
             named("::std::vec::Vec<(::std::string::String,u8,)>")
         );
-        assert_eq!(
-            meant(parse_quote!(PhantomData<fn() -> T>)),
-            named("::core::marker::PhantomData<fn()->T>")
-        );
+        assert_eq!(meant(parse_quote!(PhantomData<fn() -> T>)), unnamed("PhantomData<fn()->T>"));
     }
 
     #[test]
