@@ -1,13 +1,12 @@
 //! What compiles and what does not, with the messages users see.
+//!
+//! `tests/ui/fail`: one file, one mistake, named for it, with the message in the `.stderr` beside it.
+//! `tests/ui/pass`: programs that were trouble for other derives, each compiled and run.
 
-/// One file, one mistake, named for it; the message is in the `.stderr` beside it.
+/// One set of cases, so that the dependencies are built once and in one mode.
 #[test]
-fn mistakes_are_explained() {
-    trybuild::TestCases::new().compile_fail("tests/ui/fail/*/*.rs");
-}
-
-/// Programs that were trouble for other derives, each checked to run.
-#[test]
-fn unusual_programs_compile() {
-    trybuild::TestCases::new().pass("tests/ui/pass/*.rs");
+fn ui() {
+    let cases = trybuild::TestCases::new();
+    cases.compile_fail("tests/ui/fail/*/*.rs");
+    cases.pass("tests/ui/pass/*.rs");
 }
