@@ -17,8 +17,6 @@ pub struct Model<'a, T, B = u8, const N: usize = 2> {
     pub inner: Vec<[T; N]>,
     /// The type itself.
     pub next: Option<Box<Self>>,
-    /// The type by its name.
-    pub children: Vec<Model<'a, T, B, N>>,
     name: &'a str,
     label: String,
     window: Option<usize>,

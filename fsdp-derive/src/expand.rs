@@ -1,7 +1,8 @@
 //! Writes the impl: data, and calls into `__private`.
 
-use proc_macro2::{Ident, Span, TokenStream};
+use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use quote::{format_ident, quote};
+use syn::spanned::Spanned;
 use syn::{DeriveInput, Generics, Lifetime, LitStr};
 
 use crate::attr::{Dtype, FieldAttrs, Tp};
@@ -15,7 +16,7 @@ pub fn expand(module: &Module) -> TokenStream {
         Body::Struct(fields) => {
             let statements = fields.iter().filter_map(|field| {
                 let member = &field.member;
-                walk_field(field, &walker, &quote!(&self.#member))
+                walk_field(field, &walker, quote!(&self.#member))
             });
             quote!(#(#statements)*)
         }
@@ -82,15 +83,16 @@ fn walk_variant(fields: &[Field], walker: &Ident) -> (Vec<TokenStream>, Vec<Toke
     let walk = |(position, field): (usize, &Field)| {
         let member = &field.member;
         let binding = format_ident!("field{position}", span = Span::mixed_site());
-        let statement = walk_field(field, walker, &quote!(#binding))?;
+        let statement = walk_field(field, walker, quote!(#binding))?;
         Some((quote!(#member: #binding), statement))
     };
     fields.iter().enumerate().filter_map(walk).unzip()
 }
 
 /// The statement for one field, whose reference is `place`; none for what is skipped.
-fn walk_field(field: &Field, walker: &Ident, place: &TokenStream) -> Option<TokenStream> {
+fn walk_field(field: &Field, walker: &Ident, place: TokenStream) -> Option<TokenStream> {
     let ty = &field.ty;
+    let place = at_type(field, place);
     match &field.role {
         // Called with the type as it was written, so that rustc points there if it is no module.
         Role::Walked => {
@@ -104,6 +106,16 @@ fn walk_field(field: &Field, walker: &Ident, place: &TokenStream) -> Option<Toke
         Role::Skipped | Role::Plain(None) => None,
         Role::Plain(Some(meant)) => Some(quote!(let _: &#meant = #place;)),
     }
+}
+
+/// `place`, shown where the field's type is: what rustc says of its value belongs there.
+fn at_type(field: &Field, place: TokenStream) -> TokenStream {
+    let span = field.ty.span();
+    let relocate = |mut token: TokenTree| {
+        token.set_span(token.span().located_at(span));
+        token
+    };
+    place.into_iter().map(relocate).collect()
 }
 
 fn describe(field: &Field) -> TokenStream {
@@ -141,13 +153,14 @@ fn attributes(attrs: &FieldAttrs) -> TokenStream {
         let target = LitStr::new(&said.value.value(), Span::mixed_site());
         quote!(tie_with: __fsdp::Some(#target))
     });
-    let said: Vec<TokenStream> =
-        [tp, expert, frozen, no_decay, dtype, tie_with].into_iter().flatten().collect();
-    if said.is_empty() {
-        quote!(__fsdp::Attrs::NONE)
-    } else {
-        quote!(__fsdp::Attrs { #(#said,)* ..__fsdp::Attrs::NONE })
+    let all = [tp, expert, frozen, no_decay, dtype, tie_with];
+    if all.iter().all(Option::is_none) {
+        return quote!(__fsdp::Attrs::NONE);
     }
+    // An update that updates nothing is a lint.
+    let rest = all.iter().any(Option::is_none).then(|| quote!(..__fsdp::Attrs::NONE));
+    let said = all.iter().flatten();
+    quote!(__fsdp::Attrs { #(#said,)* #rest })
 }
 
 /// A lifetime that is not one of the user's.
