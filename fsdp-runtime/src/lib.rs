@@ -40,6 +40,8 @@ pub use init::Init;
 /// What the derive's expansion calls. Not for users: it may change in any release.
 #[doc(hidden)]
 pub mod __private {
+    pub use core::option::Option::Some;
+
     pub use crate::engine::{Attrs, Field, FsdpUnit, Walker};
     pub use crate::spec::{Dtype, TpPlacement};
 }

@@ -1,0 +1,294 @@
+//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for [`check`](crate::check).
+
+use proc_macro2::{Delimiter, Span, TokenStream, TokenTree};
+use syn::ext::IdentExt;
+use syn::meta::ParseNestedMeta;
+use syn::parse::{Parse, ParseStream, Parser};
+use syn::punctuated::Punctuated;
+use syn::spanned::Spanned;
+use syn::{Attribute, Error, Expr, Ident, LitBool, LitInt, LitStr, Path, Result, Token, WherePredicate};
+
+use crate::ctxt::Ctxt;
+use crate::suggest;
+
+const FIELD_WORDS: &[&str] =
+    &["buffer", "dtype", "expert", "frozen", "no_decay", "rename", "shape", "skip", "tie_with", "tp"];
+const STRUCT_WORDS: &[&str] = &["bound", "crate"];
+const DTYPES: &[(&str, Dtype)] = &[("f32", Dtype::F32), ("bf16", Dtype::BF16), ("f16", Dtype::F16)];
+
+/// What a word was given, and where the word is.
+pub struct Said<T> {
+    pub span: Span,
+    pub value: T,
+}
+
+/// `dtype = ".."`.
+#[derive(Clone, Copy)]
+pub enum Dtype {
+    F32,
+    BF16,
+    F16,
+}
+
+/// `tp = ..`.
+#[derive(Clone, Copy)]
+pub enum Tp {
+    Column,
+    Row,
+    Replicate,
+    Dim(usize),
+}
+
+/// All that a field's attributes say.
+#[derive(Default)]
+pub struct FieldAttrs {
+    pub rename: Option<Said<LitStr>>,
+    pub skip: Option<Said<()>>,
+    pub buffer: Option<Said<()>>,
+    pub frozen: Option<Said<bool>>,
+    pub no_decay: Option<Said<bool>>,
+    pub expert: Option<Said<bool>>,
+    pub dtype: Option<Said<Dtype>>,
+    pub tp: Option<Said<Tp>>,
+    pub tie_with: Option<Said<LitStr>>,
+    pub shape: Option<Said<Punctuated<Expr, Token![,]>>>,
+}
+
+/// All that the attributes of the struct or enum itself say.
+#[derive(Default)]
+pub struct StructAttrs {
+    pub krate: Option<Path>,
+    pub bound: Option<Punctuated<WherePredicate, Token![,]>>,
+}
+
+impl FieldAttrs {
+    /// Reads a field's attributes; mistakes go to `ctxt`.
+    pub fn read(ctxt: &Ctxt, attrs: &[Attribute]) -> FieldAttrs {
+        let mut said = FieldAttrs::default();
+        read_words(ctxt, attrs, FIELD_WORDS, |word, meta| {
+            let span = meta.path.span();
+            match word {
+                "rename" => {
+                    said.rename = Some(Said { span, value: string(meta, "rename = \"model.norm\"")? })
+                }
+                "skip" => said.skip = Some(Said { span, value: flag(meta)? }),
+                "buffer" => said.buffer = Some(Said { span, value: flag(meta)? }),
+                "frozen" => said.frozen = Some(Said { span, value: switch(meta)? }),
+                "no_decay" => said.no_decay = Some(Said { span, value: switch(meta)? }),
+                "expert" => said.expert = Some(Said { span, value: switch(meta)? }),
+                "dtype" => said.dtype = Some(Said { span, value: dtype(meta)? }),
+                "tp" => said.tp = Some(Said { span, value: tp(meta)? }),
+                "tie_with" => {
+                    said.tie_with = Some(Said { span, value: string(meta, "tie_with = \"embed.weight\"")? });
+                }
+                _ => said.shape = Some(Said { span, value: shape(meta)? }),
+            }
+            Ok(())
+        });
+        said
+    }
+}
+
+impl StructAttrs {
+    /// Reads the attributes of a struct or enum; mistakes go to `ctxt`.
+    pub fn read(ctxt: &Ctxt, attrs: &[Attribute]) -> StructAttrs {
+        let mut said = StructAttrs::default();
+        read_words(ctxt, attrs, STRUCT_WORDS, |word, meta| {
+            match word {
+                "crate" => said.krate = Some(crate_path(meta)?),
+                _ => {
+                    said.bound =
+                        Some(parsed(&string(meta, "bound = \"T: FsdpUnit\"")?, Punctuated::parse_terminated)?)
+                }
+            }
+            Ok(())
+        });
+        said
+    }
+}
+
+/// A variant has nothing of its own to say.
+pub fn read_variant(ctxt: &Ctxt, attrs: &[Attribute]) {
+    for attr in attrs.iter().filter(|attr| attr.path().is_ident("fsdp")) {
+        ctxt.error(attr.span(), "`#[fsdp(..)]` has no meaning on a variant: put it on the variant's fields");
+    }
+}
+
+/// Hands each word of each `#[fsdp(..)]` to `accept`, once. A mistake does not end the list: what follows the next comma
+/// is read as well.
+fn read_words(
+    ctxt: &Ctxt,
+    attrs: &[Attribute],
+    known: &'static [&'static str],
+    mut accept: impl FnMut(&'static str, &ParseNestedMeta) -> Result<()>,
+) {
+    let mut seen = Vec::new();
+    for attr in attrs.iter().filter(|attr| attr.path().is_ident("fsdp")) {
+        let list = attr.parse_nested_meta(|meta| {
+            let outcome = match known_word(&meta.path, known) {
+                Ok(word) if seen.contains(&word) => {
+                    Err(Error::new(meta.path.span(), format!("duplicate `{word}`: it was said before")))
+                }
+                Ok(word) => {
+                    seen.push(word);
+                    accept(word, &meta)
+                }
+                Err(unknown) => Err(unknown),
+            };
+            outcome.or_else(|mistake| {
+                ctxt.push(mistake);
+                to_next_comma(meta.input)
+            })
+        });
+        if let Err(mistake) = list {
+            ctxt.push(mistake);
+        }
+    }
+}
+
+fn to_next_comma(input: ParseStream<'_>) -> Result<()> {
+    while !input.is_empty() && !input.peek(Token![,]) {
+        input.parse::<TokenTree>()?;
+    }
+    Ok(())
+}
+
+fn known_word(path: &Path, known: &'static [&'static str]) -> Result<&'static str> {
+    let word = match path.get_ident() {
+        Some(ident) => ident.unraw().to_string(),
+        None => path.segments.iter().map(|s| s.ident.to_string()).collect::<Vec<_>>().join("::"),
+    };
+    if let Some(known) = known.iter().find(|known| **known == word) {
+        return Ok(known);
+    }
+    let message = if word == "unit" {
+        "`unit` is not an attribute: a communication unit is a type, write the field as `Unit<..>`"
+            .to_string()
+    } else if FIELD_WORDS.contains(&word.as_str()) {
+        format!("`{word}` belongs on a field, not on the struct")
+    } else if STRUCT_WORDS.contains(&word.as_str()) {
+        format!("`{word}` belongs on the struct, not on a field")
+    } else if let Some(near) = suggest::nearest(&word, known) {
+        format!("unknown attribute `{word}`: did you mean `{near}`?")
+    } else {
+        format!("unknown attribute `{word}`: expected {}", suggest::list(known))
+    };
+    Err(Error::new(path.span(), message))
+}
+
+/// A word that stands alone.
+fn flag(meta: &ParseNestedMeta) -> Result<()> {
+    if at_end(meta.input) {
+        return Ok(());
+    }
+    let word = name(meta);
+    Err(Error::new(meta.input.span(), format!("`{word}` stands alone: write `{word}`")))
+}
+
+/// A word that stands alone or is given `true` or `false`.
+fn switch(meta: &ParseNestedMeta) -> Result<bool> {
+    if at_end(meta.input) {
+        return Ok(true);
+    }
+    let word = name(meta);
+    let expected = format!("`{word}` stands alone or is `{word} = true` or `{word} = false`");
+    value(meta, &expected)?;
+    meta.input
+        .parse::<LitBool>()
+        .map(|given| given.value)
+        .map_err(|error| Error::new(error.span(), &expected))
+}
+
+fn string(meta: &ParseNestedMeta, example: &str) -> Result<LitStr> {
+    let expected = format!("`{}` takes a string: `{example}`", name(meta));
+    value(meta, &expected)?;
+    let given: LitStr = meta.input.parse().map_err(|error| Error::new(error.span(), &expected))?;
+    match given.suffix() {
+        "" => Ok(given),
+        _ => Err(Error::new(given.span(), expected)),
+    }
+}
+
+fn dtype(meta: &ParseNestedMeta) -> Result<Dtype> {
+    let given = string(meta, "dtype = \"bf16\"")?;
+    let text = given.value();
+    DTYPES.iter().find(|(spelling, _)| *spelling == text).map(|(_, dtype)| *dtype).ok_or_else(|| {
+        let known: Vec<&str> = DTYPES.iter().map(|(spelling, _)| *spelling).collect();
+        Error::new(given.span(), format!("unknown dtype `{text}`: expected {}", suggest::list(&known)))
+    })
+}
+
+fn tp(meta: &ParseNestedMeta) -> Result<Tp> {
+    let expected = "expected `tp = column`, `row`, `replicate` or `dim(N)`";
+    value(meta, expected)?;
+    let span = meta.input.span();
+    let wrong = |_| Error::new(span, expected);
+    let placement = meta.input.call(Ident::parse_any).map_err(wrong)?;
+    match placement.to_string().as_str() {
+        "column" => Ok(Tp::Column),
+        "row" => Ok(Tp::Row),
+        "replicate" => Ok(Tp::Replicate),
+        "dim" => {
+            let dim: LitInt =
+                within(meta.input, Delimiter::Parenthesis).and_then(syn::parse2).map_err(wrong)?;
+            Ok(Tp::Dim(dim.base10_parse().map_err(wrong)?))
+        }
+        other => {
+            let near = suggest::nearest(other, &["column", "row", "replicate", "dim"]);
+            let near = near.map(|near| format!(": did you mean `{near}`?")).unwrap_or_default();
+            let message = format!("unknown tensor-parallel placement `{other}`{near}\n{expected}");
+            Err(Error::new(span, message))
+        }
+    }
+}
+
+fn shape(meta: &ParseNestedMeta) -> Result<Punctuated<Expr, Token![,]>> {
+    let expected = "expected `shape = [OUT, IN]`";
+    value(meta, expected)?;
+    let span = meta.input.span();
+    let dims = within(meta.input, Delimiter::Bracket).map_err(|_| Error::new(span, expected))?;
+    Punctuated::parse_terminated.parse2(dims)
+}
+
+/// The tokens inside the delimiters that come next. Taken whole, because syn reports what is left inside a group after a
+/// mistake as a mistake of its own.
+fn within(input: ParseStream<'_>, delimiter: Delimiter) -> Result<TokenStream> {
+    match input.parse()? {
+        TokenTree::Group(group) if group.delimiter() == delimiter => Ok(group.stream()),
+        other => Err(Error::new(other.span(), "unexpected token")),
+    }
+}
+
+/// `crate = "path"`, or `crate = path` so that `$crate` of a `macro_rules!` can be given.
+fn crate_path(meta: &ParseNestedMeta) -> Result<Path> {
+    let expected = "`crate` takes the path of the fsdp crate: `crate = \"path::to::fsdp\"`";
+    value(meta, expected)?;
+    if meta.input.peek(LitStr) {
+        let given: LitStr = meta.input.parse()?;
+        return parsed(&given, Path::parse_mod_style).map_err(|_| Error::new(given.span(), expected));
+    }
+    let span = meta.input.span();
+    meta.input.call(Path::parse_mod_style).map_err(|_| Error::new(span, expected))
+}
+
+/// Parses the text of a string; errors point at the string.
+fn parsed<T>(text: &LitStr, parser: fn(ParseStream<'_>) -> Result<T>) -> Result<T> {
+    text.parse_with(parser).map_err(|error| Error::new(text.span(), error))
+}
+
+/// Moves past the `=` that must follow the word.
+fn value(meta: &ParseNestedMeta, expected: &str) -> Result<()> {
+    if !meta.input.peek(Token![=]) {
+        return Err(Error::new(meta.path.span(), expected));
+    }
+    let equals = <Token![=]>::parse(meta.input)?;
+    if at_end(meta.input) { Err(Error::new(equals.span(), expected)) } else { Ok(()) }
+}
+
+fn at_end(input: ParseStream<'_>) -> bool {
+    input.is_empty() || input.peek(Token![,])
+}
+
+fn name(meta: &ParseNestedMeta) -> String {
+    meta.path.get_ident().map(ToString::to_string).unwrap_or_default()
+}

@@ -1,0 +1,121 @@
+//! All that is wrong with what the user said, beyond a single attribute.
+
+use std::collections::HashSet;
+
+use proc_macro2::Span;
+use quote::ToTokens;
+use syn::LitStr;
+
+use crate::attr::FieldAttrs;
+use crate::ctxt::Ctxt;
+use crate::model::{Field, Module, Role};
+use crate::types;
+
+/// Adds every mistake to `ctxt`, in the order of the fields.
+pub fn check(ctxt: &Ctxt, module: &Module) {
+    for fields in module.alternatives() {
+        let mut names = HashSet::new();
+        for field in fields {
+            attributes(ctxt, field);
+            field_type(ctxt, field);
+            if field.is_state() && !names.insert(field.name()) {
+                let message = format!("duplicate name `{}`: another field has it already", field.name());
+                ctxt.error(field.name_span(), message);
+            }
+        }
+    }
+}
+
+fn attributes(ctxt: &Ctxt, field: &Field) {
+    let attrs = &field.attrs;
+    for name in [&attrs.rename, &attrs.tie_with].into_iter().flatten() {
+        qualified_name(ctxt, &name.value);
+    }
+    match &field.role {
+        Role::Skipped => {
+            for (word, span) in said(attrs).into_iter().filter(|(word, _)| *word != "skip") {
+                ctxt.error(
+                    span,
+                    format!("`{word}` and `skip` contradict each other: a skipped field has no state"),
+                );
+            }
+        }
+        Role::Plain(_) => {
+            let ty = field.ty.to_token_stream();
+            for (word, span) in said(attrs) {
+                ctxt.error(
+                    span,
+                    format!(
+                        "`{word}` has no meaning here: `{ty}` is plain data, no part of the model's state"
+                    ),
+                );
+            }
+        }
+        Role::Buffer => {
+            for (word, span) in
+                said(attrs).into_iter().filter(|(word, _)| !["buffer", "rename"].contains(word))
+            {
+                ctxt.error(
+                    span,
+                    format!("`{word}` and `buffer` contradict each other: a buffer is kept as it is, only parameters can be `{word}`"),
+                );
+            }
+        }
+        Role::Walked => {
+            if let Some(shape) = &attrs.shape {
+                ctxt.error(
+                    shape.span,
+                    "`shape` is not supported yet: the shape is that of the `Param` at run time",
+                );
+            }
+        }
+    }
+}
+
+/// A field that is left out of the model may be of any type; a parameter or a module may not.
+fn field_type(ctxt: &Ctxt, field: &Field) {
+    if matches!(field.role, Role::Walked)
+        && let Some((span, reason)) = types::refusal(&field.ty)
+    {
+        ctxt.error(span, reason);
+    }
+}
+
+/// Segments joined by dots, none empty, no spaces: what a checkpoint can hold and an error message can quote.
+fn qualified_name(ctxt: &Ctxt, literal: &LitStr) {
+    let name = literal.value();
+    let wrong = if name.is_empty() {
+        Some("is empty")
+    } else if name.chars().any(|c| c.is_whitespace() || c.is_control()) {
+        Some("contains white space")
+    } else if name.starts_with('.') || name.ends_with('.') {
+        Some("begins or ends with a dot")
+    } else if name.contains("..") {
+        Some("has an empty segment")
+    } else {
+        None
+    };
+    if let Some(wrong) = wrong {
+        ctxt.error(
+            literal.span(),
+            format!("the name {name:?} {wrong}: expected segments joined by dots, such as \"model.norm\""),
+        );
+    }
+}
+
+/// The words a field was given, with their places.
+fn said(attrs: &FieldAttrs) -> Vec<(&'static str, Span)> {
+    let words = [
+        ("rename", attrs.rename.as_ref().map(|said| said.span)),
+        ("skip", attrs.skip.as_ref().map(|said| said.span)),
+        ("buffer", attrs.buffer.as_ref().map(|said| said.span)),
+        ("frozen", attrs.frozen.as_ref().map(|said| said.span)),
+        ("no_decay", attrs.no_decay.as_ref().map(|said| said.span)),
+        ("expert", attrs.expert.as_ref().map(|said| said.span)),
+        ("dtype", attrs.dtype.as_ref().map(|said| said.span)),
+        ("tp", attrs.tp.as_ref().map(|said| said.span)),
+        ("tie_with", attrs.tie_with.as_ref().map(|said| said.span)),
+        ("shape", attrs.shape.as_ref().map(|said| said.span)),
+    ];
+    words.into_iter().filter_map(|(word, span)| span.map(|span| (word, span))).collect()
+}

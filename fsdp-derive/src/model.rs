@@ -1,0 +1,130 @@
+//! What the user said: the struct or enum, its fields, and what each field is for.
+
+use proc_macro2::{Span, TokenStream};
+use syn::ext::IdentExt;
+use syn::spanned::Spanned;
+use syn::{DeriveInput, Fields, Generics, Ident, Index, Member, Type};
+
+use crate::attr::{self, FieldAttrs, StructAttrs};
+use crate::ctxt::Ctxt;
+use crate::types;
+
+/// A struct or enum that derives `FsdpUnit`.
+pub struct Module {
+    pub ident: Ident,
+    pub generics: Generics,
+    pub attrs: StructAttrs,
+    pub body: Body,
+}
+
+/// Where the fields are.
+pub enum Body {
+    Struct(Vec<Field>),
+    Enum(Vec<Variant>),
+}
+
+/// One of the alternatives of an enum.
+pub struct Variant {
+    pub ident: Ident,
+    pub fields: Vec<Field>,
+}
+
+/// A field of a struct or of a variant.
+pub struct Field {
+    pub member: Member,
+    pub ty: Type,
+    pub attrs: FieldAttrs,
+    pub role: Role,
+}
+
+/// What a field is for.
+pub enum Role {
+    /// Holds parameters: a module, a parameter, or a container of them.
+    Walked,
+    /// A tensor that is kept and saved.
+    Buffer,
+    /// `skip`: not a part of the model's state.
+    Skipped,
+    /// Plain data by its spelling, skipped unasked. If names are part of that spelling, the type they must stand for: a
+    /// user's own type of that name is not to be left out in silence.
+    Plain(Option<TokenStream>),
+}
+
+impl Module {
+    /// Reads the whole item; mistakes go to `ctxt`. `None` for what is neither struct nor enum.
+    pub fn from_input(ctxt: &Ctxt, input: &DeriveInput) -> Option<Module> {
+        let attrs = StructAttrs::read(ctxt, &input.attrs);
+        let body = match &input.data {
+            syn::Data::Struct(data) => Body::Struct(read_fields(ctxt, &data.fields)),
+            syn::Data::Enum(data) => {
+                let read = |variant: &syn::Variant| {
+                    attr::read_variant(ctxt, &variant.attrs);
+                    Variant { ident: variant.ident.clone(), fields: read_fields(ctxt, &variant.fields) }
+                };
+                Body::Enum(data.variants.iter().map(read).collect())
+            }
+            syn::Data::Union(data) => {
+                ctxt.error(
+                    data.union_token.span(),
+                    "a union cannot be sharded: which of its fields is alive is not known; use a struct or an enum",
+                );
+                return None;
+            }
+        };
+        Some(Module { ident: input.ident.clone(), generics: input.generics.clone(), attrs, body })
+    }
+
+    /// The groups of fields that exist together: the struct's, or those of each variant.
+    pub fn alternatives(&self) -> Vec<&[Field]> {
+        match &self.body {
+            Body::Struct(fields) => vec![fields],
+            Body::Enum(variants) => variants.iter().map(|variant| variant.fields.as_slice()).collect(),
+        }
+    }
+}
+
+impl Field {
+    /// Its segment of the fully qualified name: as renamed, or as declared without `r#`.
+    pub fn name(&self) -> String {
+        match (&self.attrs.rename, &self.member) {
+            (Some(rename), _) => rename.value.value(),
+            (None, Member::Named(ident)) => ident.unraw().to_string(),
+            (None, Member::Unnamed(index)) => index.index.to_string(),
+        }
+    }
+
+    /// Where an error about its name belongs.
+    pub fn name_span(&self) -> Span {
+        match (&self.attrs.rename, &self.member) {
+            (Some(rename), _) => rename.value.span(),
+            (None, Member::Named(ident)) => ident.span(),
+            (None, Member::Unnamed(_)) => self.ty.span(),
+        }
+    }
+
+    /// It has a name in checkpoints.
+    pub fn is_state(&self) -> bool {
+        matches!(self.role, Role::Walked | Role::Buffer)
+    }
+}
+
+fn read_fields(ctxt: &Ctxt, fields: &Fields) -> Vec<Field> {
+    let read = |(position, field): (usize, &syn::Field)| {
+        let attrs = FieldAttrs::read(ctxt, &field.attrs);
+        let role = if attrs.skip.is_some() {
+            Role::Skipped
+        } else if let Some(plain) = types::plain(&field.ty) {
+            Role::Plain(plain.named.then_some(plain.meant))
+        } else if attrs.buffer.is_some() {
+            Role::Buffer
+        } else {
+            Role::Walked
+        };
+        let member = match &field.ident {
+            Some(ident) => Member::Named(ident.clone()),
+            None => Member::Unnamed(Index::from(position)),
+        };
+        Field { member, ty: field.ty.clone(), attrs, role }
+    };
+    fields.iter().enumerate().map(read).collect()
+}

@@ -1,0 +1,74 @@
+//! The expansion raises no warning, rustc's or clippy's, under the strictest settings. Clippy sees this file with the rest.
+
+#![deny(warnings, missing_docs, clippy::all, clippy::pedantic, clippy::nursery)]
+#![deny(unused_qualifications, unused_lifetimes, single_use_lifetimes, unreachable_pub, trivial_casts)]
+
+use std::marker::PhantomData;
+
+use fsdp::{FsdpUnit, Param};
+
+/// Every attribute at once, and every kind of field.
+#[derive(FsdpUnit)]
+pub struct Model<'a, T, B = u8, const N: usize = 2> {
+    /// All that can be said of a parameter.
+    #[fsdp(frozen, no_decay, expert, tp = column, dtype = "bf16", tie_with = "inner", rename = "w")]
+    pub weight: Param,
+    /// A container of a type parameter.
+    pub inner: Vec<[T; N]>,
+    /// The type itself.
+    pub next: Option<Box<Self>>,
+    name: &'a str,
+    label: String,
+    window: Option<usize>,
+    phantom: PhantomData<B>,
+    /// Deprecated.
+    #[deprecated]
+    pub old: Param,
+}
+
+/// Arms that are alike, and one that is empty.
+#[derive(FsdpUnit)]
+pub enum Choice {
+    /// One.
+    One {
+        /// A weight.
+        weight: Param,
+    },
+    /// Another like it.
+    Other {
+        /// A weight.
+        weight: Param,
+    },
+    /// Unnamed.
+    Two(Param, u8),
+    /// Deprecated.
+    #[deprecated]
+    Three,
+}
+
+/// Nothing in it.
+#[derive(FsdpUnit)]
+pub struct Empty;
+
+/// Nothing of it.
+#[derive(FsdpUnit)]
+pub enum Never {}
+
+#[test]
+#[allow(deprecated)]
+fn strict_modules_are_usable() {
+    let model: Model<'_, Empty> = Model {
+        weight: Param::new(1),
+        inner: vec![[Empty, Empty]],
+        next: None,
+        children: vec![],
+        name: "name",
+        label: String::new(),
+        window: None,
+        phantom: PhantomData,
+        old: Param::new(1),
+    };
+    let choices = [Choice::One { weight: Param::new(1) }, Choice::Two(Param::new(1), 1), Choice::Three];
+    let modules: [&dyn FsdpUnit; 2] = [&model, &choices];
+    assert_eq!((modules.len(), model.name, model.label.as_str(), model.window), (2, "name", "", None));
+}

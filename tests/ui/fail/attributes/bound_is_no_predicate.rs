@@ -1,0 +1,9 @@
+use fsdp::FsdpUnit;
+
+#[derive(FsdpUnit)]
+#[fsdp(bound = "T FsdpUnit")]
+struct Layer<T> {
+    inner: T,
+}
+
+fn main() {}

@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+#[fsdp(frozen)]
+struct Layer {
+    weight: Param,
+}
+
+fn main() {}

@@ -1,0 +1,7 @@
+use fsdp::Scope;
+
+fn forward(scope: &Scope<'_>) -> &'static Scope<'static> {
+    scope
+}
+
+fn main() {}

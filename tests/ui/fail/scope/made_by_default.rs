@@ -1,0 +1,5 @@
+use fsdp::Scope;
+
+fn main() {
+    let _: Scope<'_> = Default::default();
+}

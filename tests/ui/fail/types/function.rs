@@ -1,0 +1,8 @@
+use fsdp::FsdpUnit;
+
+#[derive(FsdpUnit)]
+struct Layer {
+    field: Box<dyn Fn(f32) -> f32>,
+}
+
+fn main() {}

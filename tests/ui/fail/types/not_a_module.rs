@@ -1,0 +1,10 @@
+use fsdp::FsdpUnit;
+
+struct Rope;
+
+#[derive(FsdpUnit)]
+struct Layer {
+    field: Rope,
+}
+
+fn main() {}

@@ -1,0 +1,9 @@
+use candle_core::Tensor;
+use fsdp::FsdpUnit;
+
+#[derive(FsdpUnit)]
+struct Layer {
+    field: Option<Tensor>,
+}
+
+fn main() {}

@@ -1,0 +1,33 @@
+//! Attributes of others, and doc comments in every form.
+
+use fsdp::{FsdpUnit, Param};
+
+/// plain `docs` with "quotes" and {braces} and \u{1F600}
+#[doc = concat!("built ", "doc")]
+#[doc = include_str!("foreign_attributes.rs")]
+#[doc(alias = "x", hidden)]
+#[derive(FsdpUnit)]
+#[repr(C)]
+#[non_exhaustive]
+pub struct Model {
+    /** block */
+    #[doc = concat!("f", "ield")]
+    pub a: Param,
+    #[doc(hidden)]
+    #[fsdp(frozen)]
+    #[allow(dead_code)]
+    pub b: Param,
+    #[rustfmt::skip]
+    pub c: Param,
+    #[cfg(any())]
+    pub absent: Missing,
+    #[cfg(all())]
+    pub present: Param,
+    #[cfg_attr(all(), fsdp(skip))]
+    pub skipped: std::rc::Rc<u8>,
+}
+
+fn main() {
+    fn assert_module<T: FsdpUnit>() {}
+    assert_module::<Model>();
+}

@@ -1,0 +1,42 @@
+//! Structs written by `macro_rules!`, with `$crate` in types and in `crate = ..`, and fragments of every kind.
+
+pub mod reexport {
+    pub use ::fsdp;
+    pub use ::fsdp::Param;
+}
+
+#[macro_export]
+macro_rules! make_module {
+    ($name:ident) => {
+        #[derive($crate::reexport::fsdp::FsdpUnit)]
+        #[fsdp(crate = $crate::reexport::fsdp)]
+        pub struct $name {
+            pub weight: $crate::reexport::Param,
+        }
+    };
+}
+
+macro_rules! make_from_fragments {
+    ($vis:vis $name:ident<$param:ident> { $($(#[$meta:meta])* $field:ident: $ty:ty = $rename:literal),* }) => {
+        #[derive(fsdp::FsdpUnit)]
+        #[fsdp(crate = "crate::reexport::fsdp")]
+        $vis struct $name<$param> {
+            $($(#[$meta])* #[fsdp(rename = $rename)] $field: $ty,)*
+            hidden: Vec<$param>,
+        }
+    };
+}
+
+make_module!(FromMacro);
+make_from_fragments!(pub(crate) Fragments<T> {
+    #[fsdp(frozen)] a: fsdp::Param = "x.a",
+    b: T = "b",
+    c: Option<Box<T>> = "c"
+});
+
+fn main() {
+    let leaf = || FromMacro { weight: reexport::Param::new(1) };
+    let module = Fragments { a: reexport::Param::new(1), b: leaf(), c: None, hidden: vec![leaf()] };
+    let _: &dyn fsdp::FsdpUnit = &module;
+    let _ = (&module.a, &module.b.weight, module.c.is_none(), module.hidden.len());
+}
