@@ -1,1 +1,13 @@
 //! Fused ops, layers, Llama, data and a trainer on top of the fsdp crate.
+
+pub mod config;
+pub mod data;
+pub mod error;
+pub mod trainer;
+pub mod weights;
+
+mod atomic_file;
+
+pub use atomic_file::AtomicFile;
+pub use config::LlamaConfig;
+pub use error::{Error, FileError, Result};

@@ -1,0 +1,376 @@
+//! Model configurations in the words of Hugging Face's `config.json`.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::FileError;
+
+/// Sizes and constants of a Llama-architecture model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "ConfigJson")]
+pub struct LlamaConfig {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate_size: usize,
+    /// Number of decoder blocks.
+    pub num_hidden_layers: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads, each shared by `num_attention_heads / num_key_value_heads` query heads.
+    pub num_key_value_heads: usize,
+    /// Token ids.
+    pub vocab_size: usize,
+    /// Added to the mean square under the root.
+    pub rms_norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// The output projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Longest sequence.
+    pub max_position_embeddings: usize,
+    /// Width of a head where it is not `hidden_size / num_attention_heads`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub head_dim: Option<usize>,
+}
+
+/// `config.json` as it is written, with the defaults of the format.
+#[derive(Deserialize)]
+struct ConfigJson {
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    vocab_size: usize,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    /// Where newer files keep the base.
+    rope_parameters: Option<RopeParameters>,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    max_position_embeddings: Option<usize>,
+    head_dim: Option<usize>,
+}
+
+#[derive(Deserialize)]
+struct RopeParameters {
+    rope_theta: Option<f64>,
+}
+
+impl From<ConfigJson> for LlamaConfig {
+    fn from(json: ConfigJson) -> Self {
+        let nested_theta = json.rope_parameters.and_then(|parameters| parameters.rope_theta);
+        LlamaConfig {
+            hidden_size: json.hidden_size,
+            intermediate_size: json.intermediate_size,
+            num_hidden_layers: json.num_hidden_layers,
+            num_attention_heads: json.num_attention_heads,
+            num_key_value_heads: json.num_key_value_heads.unwrap_or(json.num_attention_heads),
+            vocab_size: json.vocab_size,
+            rms_norm_eps: json.rms_norm_eps.unwrap_or(1e-6),
+            rope_theta: json.rope_theta.or(nested_theta).unwrap_or(10_000.0),
+            tie_word_embeddings: json.tie_word_embeddings,
+            max_position_embeddings: json.max_position_embeddings.unwrap_or(2048),
+            head_dim: json.head_dim,
+        }
+    }
+}
+
+impl LlamaConfig {
+    /// Reads and validates a `config.json`. Fields that it does not know are passed over.
+    ///
+    /// # Errors
+    /// The file cannot be read, is not such a configuration, or describes an impossible or unsupported model.
+    pub fn from_json_file(path: &Path) -> Result<Self, ConfigError> {
+        let text = fs::read_to_string(path).map_err(FileError::on("read", path))?;
+        let malformed = |source| ConfigError::Malformed { path: path.to_path_buf(), source };
+        let unsupported: Unsupported = serde_json::from_str(&text).map_err(malformed)?;
+        let config: Self = serde_json::from_str(&text).map_err(malformed)?;
+        unsupported.check()?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Width of an attention head. The configuration must be valid.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or_else(|| self.hidden_size.checked_div(self.num_attention_heads).unwrap_or(0))
+    }
+
+    /// Checks that such a model can be built.
+    ///
+    /// # Errors
+    /// The first rule that is broken, with its numbers.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let (hidden, heads, kv_heads) =
+            (self.hidden_size, self.num_attention_heads, self.num_key_value_heads);
+        for (field, size) in [
+            ("hidden_size", hidden),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", heads),
+            ("num_key_value_heads", kv_heads),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+            ("head_dim", self.head_dim.unwrap_or(1)),
+        ] {
+            if size == 0 {
+                return Err(ConfigError::Zero { field });
+            }
+        }
+        if self.head_dim.is_none() && !hidden.is_multiple_of(heads) {
+            return Err(ConfigError::HiddenNotDivisible { hidden, heads });
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(ConfigError::HeadsNotDivisible { heads, kv_heads });
+        }
+        if !self.head_dim().is_multiple_of(2) {
+            return Err(ConfigError::OddHeadDim { head_dim: self.head_dim() });
+        }
+        for (field, value) in [("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)] {
+            if !(value.is_finite() && value > 0.0) {
+                return Err(ConfigError::NotPositive { field, value });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Fields that would change the arithmetic of a model: to pass over these would train another model in silence.
+#[derive(Deserialize)]
+struct Unsupported {
+    hidden_act: Option<String>,
+    #[serde(default)]
+    attention_bias: bool,
+    #[serde(default)]
+    mlp_bias: bool,
+    rope_scaling: Option<RopeKind>,
+    rope_parameters: Option<RopeKind>,
+}
+
+#[derive(Deserialize)]
+struct RopeKind {
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+}
+
+impl Unsupported {
+    fn check(self) -> Result<(), ConfigError> {
+        let rope = |kind: Option<RopeKind>| kind.and_then(|kind| kind.rope_type);
+        let bias = |set: bool| set.then(|| "true".to_owned());
+        for (field, value, supported) in [
+            ("hidden_act", self.hidden_act, "silu"),
+            ("attention_bias", bias(self.attention_bias), "false"),
+            ("mlp_bias", bias(self.mlp_bias), "false"),
+            ("rope_scaling", rope(self.rope_scaling), "default"),
+            ("rope_parameters", rope(self.rope_parameters), "default"),
+        ] {
+            if let Some(value) = value.filter(|value| value != supported) {
+                return Err(ConfigError::Unsupported { field, value, supported });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why a configuration is refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The file is not such a configuration.
+    #[error("`{}` is not a Llama configuration: {source}", .path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: serde_json::Error,
+    },
+    /// A size of zero.
+    #[error("{field} is 0: it must be at least 1")]
+    Zero {
+        /// Which size.
+        field: &'static str,
+    },
+    /// The heads do not fill the hidden size.
+    #[error(
+        "hidden_size {hidden} is not divisible by num_attention_heads {heads} (remainder {}) and no head_dim is given",
+        .hidden % .heads
+    )]
+    HiddenNotDivisible {
+        /// `hidden_size`.
+        hidden: usize,
+        /// `num_attention_heads`.
+        heads: usize,
+    },
+    /// The query heads cannot be grouped evenly.
+    #[error(
+        "num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads} (remainder {})",
+        .heads % .kv_heads
+    )]
+    HeadsNotDivisible {
+        /// `num_attention_heads`.
+        heads: usize,
+        /// `num_key_value_heads`.
+        kv_heads: usize,
+    },
+    /// Rotary embedding turns pairs of a head's dims.
+    #[error("the head dim {head_dim} is odd: rotary embedding needs an even one")]
+    OddHeadDim {
+        /// Width of a head.
+        head_dim: usize,
+    },
+    /// A constant that must be positive.
+    #[error("{field} is {value}: it must be finite and positive")]
+    NotPositive {
+        /// Which constant.
+        field: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A variant of the architecture that is not implemented.
+    #[error("{field} is `{value}`: only `{supported}` is supported")]
+    Unsupported {
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// The value that is implemented.
+        supported: &'static str,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tiny() -> LlamaConfig {
+        LlamaConfig {
+            hidden_size: 128,
+            intermediate_size: 352,
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            vocab_size: 256,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10_000.0,
+            tie_word_embeddings: false,
+            max_position_embeddings: 64,
+            head_dim: None,
+        }
+    }
+
+    fn read(json: &str) -> Result<LlamaConfig, ConfigError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        fs::write(&path, json).unwrap();
+        LlamaConfig::from_json_file(&path)
+    }
+
+    const MINIMAL: &str = r#""hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "vocab_size": 256"#;
+
+    #[test]
+    fn a_full_file_is_read_and_the_rest_passed_over() {
+        let config = read(
+            r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
+                "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+                "rms_norm_eps": 1e-05, "rope_theta": 100000, "tie_word_embeddings": true, "hidden_act": "silu",
+                "max_position_embeddings": 8192, "rope_scaling": null, "attention_bias": false, "bos_token_id": 1}"#,
+        )
+        .unwrap();
+        let expected = LlamaConfig {
+            hidden_size: 576,
+            intermediate_size: 1536,
+            num_hidden_layers: 30,
+            num_attention_heads: 9,
+            num_key_value_heads: 3,
+            vocab_size: 49152,
+            rms_norm_eps: 1e-5,
+            rope_theta: 100_000.0,
+            tie_word_embeddings: true,
+            max_position_embeddings: 8192,
+            head_dim: None,
+        };
+        assert_eq!(config, expected);
+        assert_eq!(config.head_dim(), 64);
+    }
+
+    #[test]
+    fn what_is_left_out_has_the_formats_default() {
+        let config = read(&format!("{{{MINIMAL}}}")).unwrap();
+        assert_eq!((config.num_key_value_heads, config.head_dim()), (4, 32));
+        assert_eq!((config.rms_norm_eps, config.rope_theta), (1e-6, 10_000.0));
+        assert_eq!((config.tie_word_embeddings, config.max_position_embeddings), (false, 2048));
+        let nested = r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#;
+        assert_eq!(read(&format!("{{{MINIMAL}, {nested}}}")).unwrap().rope_theta, 500_000.0);
+        let explicit = read(&format!("{{{MINIMAL}, \"head_dim\": 48}}")).unwrap();
+        assert_eq!(explicit.head_dim(), 48);
+    }
+
+    #[test]
+    fn a_configuration_survives_a_round_trip() {
+        let config = tiny();
+        assert_eq!(read(&serde_json::to_string(&config).unwrap()).unwrap(), config);
+    }
+
+    #[test]
+    fn impossible_models_are_refused_with_their_numbers() {
+        let message = |change: fn(&mut LlamaConfig)| {
+            let mut config = tiny();
+            change(&mut config);
+            config.validate().unwrap_err().to_string()
+        };
+        tiny().validate().unwrap();
+        assert_eq!(message(|c| c.vocab_size = 0), "vocab_size is 0: it must be at least 1");
+        assert_eq!(message(|c| c.num_key_value_heads = 0), "num_key_value_heads is 0: it must be at least 1");
+        assert_eq!(
+            message(|c| c.hidden_size = 130),
+            "hidden_size 130 is not divisible by num_attention_heads 4 (remainder 2) and no head_dim is given"
+        );
+        assert_eq!(
+            message(|c| c.num_key_value_heads = 3),
+            "num_attention_heads 4 is not divisible by num_key_value_heads 3 (remainder 1)"
+        );
+        assert_eq!(
+            message(|c| c.hidden_size = 132),
+            "the head dim 33 is odd: rotary embedding needs an even one"
+        );
+        assert_eq!(message(|c| c.rope_theta = 0.0), "rope_theta is 0: it must be finite and positive");
+        assert_eq!(
+            message(|c| c.rms_norm_eps = f64::NAN),
+            "rms_norm_eps is NaN: it must be finite and positive"
+        );
+    }
+
+    #[test]
+    fn variants_that_compute_something_else_are_refused() {
+        for (field, message) in [
+            (r#""hidden_act": "gelu""#, "hidden_act is `gelu`: only `silu` is supported"),
+            (r#""mlp_bias": true"#, "mlp_bias is `true`: only `false` is supported"),
+            (
+                r#""rope_scaling": {"rope_type": "llama3", "factor": 8.0}"#,
+                "rope_scaling is `llama3`: only `default` is supported",
+            ),
+            (
+                r#""rope_scaling": {"type": "linear", "factor": 2.0}"#,
+                "rope_scaling is `linear`: only `default` is supported",
+            ),
+        ] {
+            assert_eq!(read(&format!("{{{MINIMAL}, {field}}}")).unwrap_err().to_string(), message);
+        }
+    }
+
+    #[test]
+    fn what_is_no_configuration_is_refused_by_its_path() {
+        let message = read("{\"hidden_size\": 128}").unwrap_err().to_string();
+        assert!(message.contains("config.json` is not a Llama configuration: missing field"), "{message}");
+        let error = LlamaConfig::from_json_file(Path::new("no/such/config.json")).unwrap_err();
+        assert!(error.to_string().starts_with("cannot read `no/such/config.json`: "), "{error}");
+    }
+}

@@ -1,0 +1,303 @@
+//! Training data: which token ids a rank sees at a step, the same for every world size.
+
+pub mod corpus;
+mod permutation;
+mod text;
+mod tokens;
+
+use std::{ops::Range, path::PathBuf};
+
+use candle_core::{Device, Tensor};
+
+pub use permutation::Permutation;
+pub use text::{TextDataset, TextOptions};
+pub use tokens::TokenFile;
+
+use crate::{error::FileError, weights::WeightsError};
+
+/// A source of global batches that any number of ranks can share.
+///
+/// What a global batch holds depends on the step alone; the world size only says who takes which rows of it.
+pub trait Batches: Send + Sync {
+    /// Rows of a global batch.
+    fn rows(&self) -> usize;
+
+    /// Tokens of a row that are predicted: inputs and targets have this length.
+    fn seq(&self) -> usize;
+
+    /// Fails unless `steps` steps can be served. Called once, before training.
+    ///
+    /// # Errors
+    /// [`DataError::NotEnoughSteps`].
+    fn check_steps(&self, steps: usize) -> Result<(), DataError>;
+
+    /// The rows of global batch `step` that fall to `part`. Any rank may call it, in any order of steps.
+    ///
+    /// # Errors
+    /// `part` does not divide the batch, the step is past the end, or the source cannot be read.
+    fn batch(&self, step: usize, part: Part) -> Result<Batch, DataError>;
+}
+
+/// Which part of a global batch: a data-parallel rank's microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Data-parallel rank, below `world`.
+    pub rank: usize,
+    /// Data-parallel ranks.
+    pub world: usize,
+    /// Microbatch of the rank, below `microbatches`.
+    pub microbatch: usize,
+    /// Microbatches a rank cuts its rows into.
+    pub microbatches: usize,
+}
+
+impl Part {
+    /// The whole global batch.
+    pub const WHOLE: Part = Part { rank: 0, world: 1, microbatch: 0, microbatches: 1 };
+
+    /// Rows of a global batch of `batch` rows: rank `r` of `W` has rows `[r*batch/W, (r+1)*batch/W)`, cut into
+    /// `microbatches` consecutive pieces.
+    ///
+    /// # Errors
+    /// [`DataError::UnevenBatch`] if the pieces would not be equal, [`DataError::NoSuchPart`] if the rank or the
+    /// microbatch is out of range.
+    pub fn rows(self, batch: usize) -> Result<Range<usize>, DataError> {
+        let Part { rank, world, microbatch, microbatches } = self;
+        if rank >= world || microbatch >= microbatches {
+            return Err(DataError::NoSuchPart { rank, world, microbatch, microbatches });
+        }
+        match world.checked_mul(microbatches) {
+            Some(parts) if batch > 0 && batch.is_multiple_of(parts) => {
+                let each = batch / parts;
+                let start = (rank * microbatches + microbatch) * each;
+                Ok(start..start + each)
+            }
+            _ => Err(DataError::UnevenBatch { batch, world, microbatches }),
+        }
+    }
+}
+
+/// Token ids of some rows, and for each the id that follows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// `rows * seq` ids, row after row.
+    pub inputs: Vec<u32>,
+    /// `rows * seq` ids: `inputs` shifted by one token.
+    pub targets: Vec<u32>,
+    /// Number of rows.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub seq: usize,
+}
+
+impl Batch {
+    /// An empty batch with room for `rows` rows.
+    fn with_capacity(rows: usize, seq: usize) -> Self {
+        let (inputs, targets) = (Vec::with_capacity(rows * seq), Vec::with_capacity(rows * seq));
+        Self { inputs, targets, rows: 0, seq }
+    }
+
+    /// Appends a row of `seq + 1` ids.
+    fn push_row(&mut self, ids: impl Iterator<Item = u32> + Clone) {
+        self.inputs.extend(ids.clone().take(self.seq));
+        self.targets.extend(ids.skip(1));
+        self.rows += 1;
+        debug_assert_eq!(self.targets.len(), self.rows * self.seq);
+    }
+
+    /// Number of predicted tokens.
+    pub fn tokens(&self) -> usize {
+        self.rows * self.seq
+    }
+
+    /// Inputs and targets as `u32` tensors of shape `[rows, seq]`.
+    ///
+    /// # Errors
+    /// The copy to `device` failed.
+    pub fn to_tensors(&self, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+        let shape = (self.rows, self.seq);
+        let inputs = Tensor::from_slice(&self.inputs, shape, device)?;
+        Ok((inputs, Tensor::from_slice(&self.targets, shape, device)?))
+    }
+}
+
+/// What can be wrong with training data or with the way it is asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// A file or directory that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A token file that is no safetensors file.
+    #[error(transparent)]
+    Tensors(#[from] WeightsError),
+    /// No file to read.
+    #[error("no text files given")]
+    NoFiles,
+    /// The default corpus found nothing.
+    #[error("no *.rs, *.md or *.toml file under `{}`", .directory.display())]
+    EmptyCorpus {
+        /// Where it looked.
+        directory: PathBuf,
+    },
+    /// Not even one training sequence.
+    #[error("the text has {bytes} bytes: one sequence of {seq} tokens and the token after it need {}", .seq + 1)]
+    TextTooShort {
+        /// Bytes of all files together.
+        bytes: usize,
+        /// Tokens of a sequence.
+        seq: usize,
+    },
+    /// A batch or a sequence of size zero.
+    #[error("{what} is 0: it must be at least 1")]
+    Zero {
+        /// Which size.
+        what: &'static str,
+    },
+    /// A byte that the vocabulary has no id for.
+    #[error("byte {byte} at offset {offset} of the text is outside the vocabulary of {vocab} ids")]
+    ByteOutsideVocabulary {
+        /// The first such byte.
+        byte: u8,
+        /// Its place in the concatenated text.
+        offset: usize,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// The batch cannot be cut into equal parts.
+    #[error(
+        "a global batch of {batch} rows cannot be divided among {world} ranks with {microbatches} microbatches \
+         each: it must be a positive multiple of {}",
+        .world.saturating_mul(*.microbatches)
+    )]
+    UnevenBatch {
+        /// Rows of a global batch.
+        batch: usize,
+        /// Data-parallel ranks.
+        world: usize,
+        /// Microbatches of each.
+        microbatches: usize,
+    },
+    /// A rank or microbatch that does not exist.
+    #[error("no such part of a batch: rank {rank} of {world}, microbatch {microbatch} of {microbatches}")]
+    NoSuchPart {
+        /// Data-parallel rank.
+        rank: usize,
+        /// Data-parallel ranks.
+        world: usize,
+        /// Microbatch of the rank.
+        microbatch: usize,
+        /// Microbatches of each rank.
+        microbatches: usize,
+    },
+    /// The token file lacks the tensor.
+    #[error("`{}` has no tensor `tokens`; it has {}", .path.display(), listed(.present))]
+    NoTokens {
+        /// The file.
+        path: PathBuf,
+        /// The tensors it has.
+        present: Vec<String>,
+    },
+    /// The tensor is not of the expected kind.
+    #[error(
+        "tensor `tokens` of `{}` is {dtype} {shape:?}: expected I32 [steps, rows, seq + 1], no dim zero and the \
+         last at least 2",
+        .path.display()
+    )]
+    TokensShape {
+        /// The file.
+        path: PathBuf,
+        /// Element type found.
+        dtype: String,
+        /// Shape found.
+        shape: Vec<usize>,
+    },
+    /// An id outside the vocabulary.
+    #[error(
+        "token id {id} at step {step}, row {row}, position {position} of `{}` is outside the vocabulary of \
+         {vocab} ids",
+        .path.display()
+    )]
+    IdOutsideVocabulary {
+        /// The file.
+        path: PathBuf,
+        /// The first such id.
+        id: i32,
+        /// Index in dim 0.
+        step: usize,
+        /// Index in dim 1.
+        row: usize,
+        /// Index in dim 2.
+        position: usize,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// The token file ends before the training does.
+    #[error("`{}` has tokens for {available} steps, {wanted} are wanted", .path.display())]
+    NotEnoughSteps {
+        /// The file.
+        path: PathBuf,
+        /// Steps it has.
+        available: usize,
+        /// Steps asked for.
+        wanted: usize,
+    },
+}
+
+fn listed(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_batch_tile_it_in_order() {
+        for (batch, world, microbatches) in [(8, 1, 1), (8, 2, 4), (12, 3, 2), (6, 6, 1)] {
+            let mut next = 0;
+            for rank in 0..world {
+                for microbatch in 0..microbatches {
+                    let rows = Part { rank, world, microbatch, microbatches }.rows(batch).unwrap();
+                    assert_eq!(rows, next..next + batch / (world * microbatches));
+                    next = rows.end;
+                }
+            }
+            assert_eq!(next, batch);
+        }
+    }
+
+    #[test]
+    fn an_uneven_batch_is_refused_with_its_numbers() {
+        let part = Part { rank: 0, world: 3, microbatch: 0, microbatches: 2 };
+        assert_eq!(
+            part.rows(8).unwrap_err().to_string(),
+            "a global batch of 8 rows cannot be divided among 3 ranks with 2 microbatches each: it must be a \
+             positive multiple of 6"
+        );
+        assert!(matches!(Part::WHOLE.rows(0), Err(DataError::UnevenBatch { batch: 0, .. })));
+        let huge = Part { world: usize::MAX, microbatches: 2, ..Part::WHOLE };
+        assert!(matches!(huge.rows(8), Err(DataError::UnevenBatch { .. })));
+    }
+
+    #[test]
+    fn a_part_out_of_range_is_refused() {
+        for part in [
+            Part { rank: 2, world: 2, ..Part::WHOLE },
+            Part { microbatch: 1, ..Part::WHOLE },
+            Part { world: 0, ..Part::WHOLE },
+        ] {
+            assert!(matches!(part.rows(8), Err(DataError::NoSuchPart { .. })), "{part:?}");
+        }
+    }
+
+    #[test]
+    fn tensors_have_rows_and_columns() {
+        let mut batch = Batch::with_capacity(2, 3);
+        batch.push_row([1, 2, 3, 4].into_iter());
+        batch.push_row([5, 6, 7, 8].into_iter());
+        assert_eq!(batch.tokens(), 6);
+        let (inputs, targets) = batch.to_tensors(&Device::Cpu).unwrap();
+        assert_eq!(inputs.to_vec2::<u32>().unwrap(), [[1, 2, 3], [5, 6, 7]]);
+        assert_eq!(targets.to_vec2::<u32>().unwrap(), [[2, 3, 4], [6, 7, 8]]);
+    }
+}

@@ -1,0 +1,7 @@
+//! What surrounds a training loop: metrics, curves, progress and tables.
+
+pub mod metrics;
+pub mod plot;
+pub mod progress;
+pub mod quantity;
+pub mod table;

@@ -1,0 +1,88 @@
+//! Numbers as a person reads them.
+
+/// A byte count in binary units with three significant digits or more: `512 B`, `1.50 MiB`, `80.0 GiB`.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    if count < 1024 {
+        return format!("{count} B");
+    }
+    let mut value = count as f64 / 1024.0;
+    let mut unit = 0;
+    // 1023.5 would be shown as 1024 of the smaller unit.
+    while value >= 1023.5 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let decimals = match value {
+        _ if value < 9.995 => 2,
+        _ if value < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$} {}", UNITS[unit])
+}
+
+/// An integer with its digits in groups of three: `1,234,567`.
+pub fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut grouped = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+/// A rate rounded to an integer and grouped; `-` where there is none.
+pub fn rate(value: f64) -> String {
+    if value.is_finite() && value >= 0.0 { count(value.round() as u64) } else { "-".to_owned() }
+}
+
+/// A length of time: `8 s`, `1 min 30 s`, `2 h 05 min`; `-` where there is none.
+pub fn duration(seconds: f64) -> String {
+    if !seconds.is_finite() || seconds < 0.0 {
+        return "-".to_owned();
+    }
+    let seconds = seconds.round() as u64;
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, s) => format!("{s} s"),
+        (0, m, s) => format!("{m} min {s:02} s"),
+        (h, m, _) => format!("{h} h {m:02} min"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_change_unit_before_four_digits() {
+        for (value, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.00 KiB"),
+            (1536, "1.50 KiB"),
+            (10 * 1024, "10.0 KiB"),
+            (1024 * 1024 - 1, "1.00 MiB"),
+            (100 << 20, "100 MiB"),
+            (80 << 30, "80.0 GiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(bytes(value), text);
+        }
+    }
+
+    #[test]
+    fn digits_are_grouped() {
+        let values = [0, 999, 1000, 12_345, 1_234_567].map(count);
+        assert_eq!(values, ["0", "999", "1,000", "12,345", "1,234,567"]);
+        assert_eq!([rate(4512.4), rate(f64::NAN), rate(f64::INFINITY)], ["4,512", "-", "-"]);
+    }
+
+    #[test]
+    fn durations_have_two_units_at_most() {
+        let values = [0.4, 59.4, 59.6, 90.0, 3599.6, 7500.0, f64::INFINITY].map(duration);
+        assert_eq!(values, ["0 s", "59 s", "1 min 00 s", "1 min 30 s", "1 h 00 min", "2 h 05 min", "-"]);
+    }
+}

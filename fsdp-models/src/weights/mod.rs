@@ -1,0 +1,142 @@
+//! Named tensors in safetensors files, read and written piecewise so that no rank ever holds a whole model.
+
+mod reader;
+mod writer;
+
+use std::{fmt::Write as _, path::PathBuf};
+
+pub use reader::TensorFile;
+pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
+
+use crate::error::FileError;
+
+/// What can be wrong with a file of weights or with the way it is used.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    /// The file cannot be opened, read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The file is not what it claims to be.
+    #[error("`{}` is not a valid safetensors file: {reason}", .path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The file is of another model.
+    #[error("`{}` does not fit the model:{}", .path.display(), .mismatch)]
+    Mismatch {
+        /// The file.
+        path: PathBuf,
+        /// All differences.
+        mismatch: Mismatch,
+    },
+    /// A tensor that is not in the file.
+    #[error("`{}` has no tensor `{name}`", .path.display())]
+    NoTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor asked for.
+        name: String,
+    },
+    /// A range that goes past the end of its tensor.
+    #[error(
+        "elements {start}..{} of tensor `{name}` in `{}` were asked for: it has {elements}",
+        .start.saturating_add(*.len), .path.display()
+    )]
+    OutOfRange {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// First element asked for.
+        start: usize,
+        /// Elements asked for.
+        len: usize,
+        /// Elements of the tensor.
+        elements: usize,
+    },
+    /// An element type that cannot be converted to the one wanted.
+    #[error("tensor `{name}` in `{}` is {found}: expected {expected}", .path.display())]
+    Dtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        found: String,
+        /// What can be read.
+        expected: &'static str,
+    },
+    /// A tensor declared twice.
+    #[error("tensor `{name}` of `{}` is declared twice", .path.display())]
+    Duplicate {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
+    /// A file that was finished before all of it was written.
+    #[error("`{}` is incomplete: {written} of {elements} elements of tensor `{name}` were written", .path.display())]
+    Incomplete {
+        /// The file.
+        path: PathBuf,
+        /// The first such tensor.
+        name: String,
+        /// Elements written.
+        written: usize,
+        /// Elements of the tensor.
+        elements: usize,
+    },
+}
+
+/// How the tensors of a file differ from those of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mismatch {
+    /// In the model, not in the file, in the model's order.
+    pub missing: Vec<String>,
+    /// In the file, not in the model, sorted.
+    pub unexpected: Vec<String>,
+    /// In both, with different shapes, in the model's order.
+    pub shapes: Vec<ShapeMismatch>,
+}
+
+/// A tensor whose shape in the file is not the model's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShapeMismatch {
+    /// The tensor.
+    pub name: String,
+    /// Shape in the model.
+    pub expected: Vec<usize>,
+    /// Shape in the file.
+    pub found: Vec<usize>,
+}
+
+impl Mismatch {
+    /// Nothing differs.
+    pub fn is_empty(&self) -> bool {
+        self.missing.is_empty() && self.unexpected.is_empty() && self.shapes.is_empty()
+    }
+}
+
+impl std::fmt::Display for Mismatch {
+    /// One line a kind, each beginning with a line break.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut shapes = String::new();
+        for ShapeMismatch { name, expected, found } in &self.shapes {
+            let separator = if shapes.is_empty() { "" } else { ", " };
+            write!(shapes, "{separator}{name} (model {expected:?}, file {found:?})")?;
+        }
+        for (kind, count, list) in [
+            ("missing", self.missing.len(), self.missing.join(", ")),
+            ("unexpected", self.unexpected.len(), self.unexpected.join(", ")),
+            ("of another shape", self.shapes.len(), shapes),
+        ] {
+            if count > 0 {
+                write!(f, "\n  {count} {kind}: {list}")?;
+            }
+        }
+        Ok(())
+    }
+}

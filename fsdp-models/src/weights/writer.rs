@@ -1,0 +1,273 @@
+//! Writing named tensors, range by range.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::{Seek, SeekFrom, Write},
+    path::Path,
+};
+
+use half::bf16;
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
+};
+
+use super::WeightsError;
+use crate::{atomic_file::AtomicFile, error::FileError};
+
+/// Elements converted at a time.
+const CHUNK: usize = 1 << 16;
+
+/// Element type of the tensors in a written file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StoredDtype {
+    /// IEEE binary32.
+    F32,
+    /// bfloat16, rounded to nearest even.
+    BF16,
+}
+
+impl StoredDtype {
+    fn size(self) -> usize {
+        match self {
+            StoredDtype::F32 => 4,
+            StoredDtype::BF16 => 2,
+        }
+    }
+
+    fn name(self) -> Dtype {
+        match self {
+            StoredDtype::F32 => Dtype::F32,
+            StoredDtype::BF16 => Dtype::BF16,
+        }
+    }
+}
+
+/// A safetensors file being written: all tensors are declared first, then filled in any order.
+///
+/// It appears under its name when [`finish`](Self::finish) is called and is complete then.
+#[derive(Debug)]
+pub struct TensorFileWriter {
+    file: AtomicFile,
+    dtype: StoredDtype,
+    tensors: BTreeMap<String, Slot>,
+    /// Bytes on their way to the file.
+    encoded: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    offset: u64,
+    elements: usize,
+    written: usize,
+}
+
+impl TensorFileWriter {
+    /// Opens the file and writes the header for tensors in the order given.
+    ///
+    /// # Errors
+    /// The place is not writable, or a name comes twice.
+    pub fn create<'a>(
+        path: &Path,
+        tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>,
+        dtype: StoredDtype,
+    ) -> Result<Self, WeightsError> {
+        let mut file = AtomicFile::create(path)?;
+        let mut infos = Vec::new();
+        let mut slots = BTreeMap::new();
+        let mut end = 0;
+        for (name, shape) in tensors {
+            let elements: usize = shape.iter().product();
+            let start = end;
+            end += elements * dtype.size();
+            infos.push((
+                name.to_owned(),
+                TensorInfo { dtype: dtype.name(), shape: shape.to_vec(), data_offsets: (start, end) },
+            ));
+            if slots.insert(name.to_owned(), Slot { offset: start as u64, elements, written: 0 }).is_some() {
+                return Err(WeightsError::Duplicate { path: path.to_path_buf(), name: name.to_owned() });
+            }
+        }
+        let header = encode_header(infos)
+            .map_err(|reason| WeightsError::Malformed { path: path.to_path_buf(), reason })?;
+        file.write_all(&header).map_err(FileError::on("write", path))?;
+        let data_start = header.len() as u64;
+        slots.values_mut().for_each(|slot| slot.offset += data_start);
+        Ok(Self { file, dtype, tensors: slots, encoded: Vec::new() })
+    }
+
+    /// Writes elements `start..start + values.len()` of a flattened tensor. Each element is to be written once.
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, or a failed write.
+    pub fn write_range_f32(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), WeightsError> {
+        let path = self.file.target();
+        let Some(slot) = self.tensors.get_mut(name) else {
+            return Err(WeightsError::NoTensor { path: path.to_path_buf(), name: name.to_owned() });
+        };
+        if start.checked_add(values.len()).is_none_or(|end| end > slot.elements) {
+            let (path, name) = (path.to_path_buf(), name.to_owned());
+            let (len, elements) = (values.len(), slot.elements);
+            return Err(WeightsError::OutOfRange { path, name, start, len, elements });
+        }
+        slot.written += values.len();
+        let path = path.to_path_buf();
+        let position = slot.offset + (start * self.dtype.size()) as u64;
+        self.file.seek(SeekFrom::Start(position)).map_err(FileError::on("write", &path))?;
+        for chunk in values.chunks(CHUNK) {
+            self.encoded.clear();
+            match self.dtype {
+                StoredDtype::F32 => self.encoded.extend(chunk.iter().flat_map(|v| v.to_le_bytes())),
+                StoredDtype::BF16 => {
+                    self.encoded.extend(chunk.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()));
+                }
+            }
+            self.file.write_all(&self.encoded).map_err(FileError::on("write", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Puts the file in its place.
+    ///
+    /// # Errors
+    /// A tensor is not completely written, or writing to the disk failed; no file appears then.
+    pub fn finish(self) -> Result<(), WeightsError> {
+        for (name, &Slot { elements, written, .. }) in &self.tensors {
+            if written != elements {
+                let (path, name) = (self.file.target().to_path_buf(), name.clone());
+                return Err(WeightsError::Incomplete { path, name, written, elements });
+            }
+        }
+        Ok(self.file.commit()?)
+    }
+}
+
+/// The length and the header, padded so that the data after it are aligned to 8 bytes.
+fn encode_header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
+    // Readers of the Hugging Face libraries refuse a file without a known `format`.
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(format), tensors).map_err(|e| e.to_string())?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|e| e.to_string())?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
+}
+
+/// Writes whole tensors (name, shape, values) as F32.
+///
+/// # Errors
+/// Those of [`TensorFileWriter`].
+pub fn save_f32(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), WeightsError> {
+    save(path, tensors, StoredDtype::F32)
+}
+
+/// Writes whole tensors (name, shape, values) as BF16, rounded to nearest even.
+///
+/// # Errors
+/// Those of [`TensorFileWriter`].
+pub fn save_bf16(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), WeightsError> {
+    save(path, tensors, StoredDtype::BF16)
+}
+
+fn save(path: &Path, tensors: &[(&str, &[usize], &[f32])], dtype: StoredDtype) -> Result<(), WeightsError> {
+    let declared = tensors.iter().map(|&(name, shape, _)| (name, shape));
+    let mut writer = TensorFileWriter::create(path, declared, dtype)?;
+    for &(name, _, values) in tensors {
+        writer.write_range_f32(name, 0, values)?;
+    }
+    writer.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use safetensors::SafeTensors;
+
+    use super::{super::TensorFile, *};
+
+    #[test]
+    fn what_is_saved_is_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        // 1 + 2^-8 lies halfway between two bfloat16 values and goes to the even one.
+        let values = [0.5, -3.0, 1.0 + 2f32.powi(-8), f32::INFINITY, 0.0, 1e-40];
+        let tensors: [(&str, &[usize], &[f32]); 3] =
+            [("b", &[2, 3], &values), ("a", &[], &[7.0]), ("none", &[0, 4], &[])];
+        save_f32(&path, &tensors).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        let mut out = [0.0; 6];
+        file.read_range_f32("b", 0, &mut out).unwrap();
+        assert_eq!(out, values);
+        file.check(tensors.map(|(name, shape, _)| (name, shape))).unwrap();
+        save_bf16(&path, &tensors).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        file.read_range_f32("b", 0, &mut out).unwrap();
+        assert_eq!(out[..5], [0.5, -3.0, 1.0, f32::INFINITY, 0.0]);
+        file.read_range_f32("a", 0, &mut out[..1]).unwrap();
+        assert_eq!(out[0], 7.0);
+    }
+
+    #[test]
+    fn the_file_is_valid_and_aligned_for_other_readers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        save_f32(&path, &[("weight", &[3], &[1.0, 2.0, 3.0])]).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        let (header, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header % 8, 0);
+        assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let view = tensors.tensor("weight").unwrap();
+        assert_eq!((view.dtype(), view.shape()), (Dtype::F32, &[3usize][..]));
+        assert_eq!(view.data(), [1f32, 2.0, 3.0].map(f32::to_le_bytes).concat());
+    }
+
+    #[test]
+    fn ranges_may_come_in_any_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        let declared: [(&str, &[usize]); 2] = [("a", &[4]), ("b", &[3])];
+        let mut writer = TensorFileWriter::create(&path, declared, StoredDtype::F32).unwrap();
+        writer.write_range_f32("b", 1, &[11.0, 12.0]).unwrap();
+        writer.write_range_f32("a", 2, &[2.0, 3.0]).unwrap();
+        writer.write_range_f32("b", 0, &[10.0]).unwrap();
+        writer.write_range_f32("a", 0, &[0.0, 1.0]).unwrap();
+        assert!(!path.exists());
+        writer.finish().unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        let mut out = [0.0; 4];
+        file.read_range_f32("a", 0, &mut out).unwrap();
+        assert_eq!(out, [0.0, 1.0, 2.0, 3.0]);
+        file.read_range_f32("b", 0, &mut out[..3]).unwrap();
+        assert_eq!(out[..3], [10.0, 11.0, 12.0]);
+    }
+
+    #[test]
+    fn an_incomplete_file_does_not_appear() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        let mut writer = TensorFileWriter::create(&path, [("a", &[4][..])], StoredDtype::BF16).unwrap();
+        writer.write_range_f32("a", 0, &[1.0]).unwrap();
+        assert_eq!(
+            writer.finish().unwrap_err().to_string(),
+            format!("`{}` is incomplete: 1 of 4 elements of tensor `a` were written", path.display())
+        );
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn wrong_requests_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("w.safetensors");
+        let twice: [(&str, &[usize]); 2] = [("a", &[1]), ("a", &[1])];
+        let error = TensorFileWriter::create(&path, twice, StoredDtype::F32).unwrap_err();
+        assert!(matches!(error, WeightsError::Duplicate { .. }));
+        let mut writer = TensorFileWriter::create(&path, [("a", &[2][..])], StoredDtype::F32).unwrap();
+        let error = writer.write_range_f32("a", 1, &[0.0; 2]).unwrap_err();
+        assert!(matches!(error, WeightsError::OutOfRange { start: 1, len: 2, elements: 2, .. }));
+        let error = writer.write_range_f32("b", 0, &[]).unwrap_err();
+        assert!(matches!(error, WeightsError::NoTensor { .. }));
+        let error = save_f32(&dir.path().join("no").join("w"), &[]).unwrap_err();
+        assert!(matches!(error, WeightsError::File(_)));
+    }
+}
