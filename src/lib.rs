@@ -4,6 +4,7 @@
 extern crate self as fsdp;
 
 pub use fsdp_derive::FsdpUnit;
+pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{FsdpUnit, GradSink, Init, Param, Scope};
 
 #[doc(hidden)]

@@ -3,6 +3,7 @@
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod ops;
 pub mod trainer;
 pub mod weights;
 

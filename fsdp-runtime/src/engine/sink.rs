@@ -36,6 +36,22 @@ impl GradSink {
         Self::default()
     }
 
+    /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for tests of ops.
+    #[doc(hidden)]
+    pub fn open_for_test(numel: usize) -> (Self, impl Fn() -> Vec<f32>) {
+        let slice = Slice::zeros(crate::spec::Dtype::F32, numel, None);
+        // SAFETY: the buffer was made above and is shared with no one yet.
+        unsafe { slice.as_mut_slice::<f32>() }.fill(f32::NAN);
+        let sink = Self::closed();
+        sink.open(slice.clone(), false);
+        let lock = sink.0.clone();
+        // SAFETY: writers hold the lock.
+        let read = move || {
+            lock.lock().as_ref().map(|_| unsafe { slice.as_slice::<f32>() }.to_vec()).unwrap_or_default()
+        };
+        (sink, read)
+    }
+
     /// True if a call of [`GradSink::accumulate_f32`] would write now.
     pub fn takes_f32(&self) -> bool {
         matches!(&*self.0.lock(), Some(open) if open.slice.dtype() == Dtype::F32)

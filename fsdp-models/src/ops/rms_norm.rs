@@ -1,0 +1,164 @@
+//! Root-mean-square normalisation.
+
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use fsdp::GradSink;
+
+use super::element::{Element, with_element};
+use super::simd::{dot, filled_by, sum_by, vectorise};
+use super::storage::{check_dtypes, dtype, elements, rows_and_width, with_elements};
+use super::weight_grad::{deliver, store, tensor};
+
+const OP: &str = "rms-norm";
+
+/// `weight * round(x / sqrt(mean(x²) + eps))` over the last dim: `x` is `[.., dim]`, `weight` `[dim]`.
+///
+/// The statistics are taken in f32; as in Hugging Face's Llama, the normalised value is rounded to the dtype of `x`
+/// before it is multiplied by the weight.
+///
+/// # Errors
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the CPU.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Result<Tensor> {
+    check(OP, x, weight)?;
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let op = RmsNorm { eps: eps as f32, scales: OnceLock::new(), sink: sink.clone() };
+    if x.track_op() || weight.track_op() {
+        x.apply_op2(&weight, op)
+    } else {
+        x.apply_op2_no_bwd(&weight, &op)
+    }
+}
+
+fn check(op: &str, x: &Tensor, weight: &Tensor) -> Result<()> {
+    check_dtypes(op, ("x", x), ("the weight", weight))?;
+    let (_, width) = rows_and_width(op, x)?;
+    if weight.dims() != [width] {
+        bail!(
+            "{op}: x {:?} does not fit the weight {:?}: expected [.., dim] and [dim]",
+            x.dims(),
+            weight.dims()
+        );
+    }
+    Ok(())
+}
+
+struct RmsNorm {
+    eps: f32,
+    /// `1 / sqrt(mean(x²) + eps)` of each row, kept for backward.
+    scales: OnceLock<Vec<f32>>,
+    sink: GradSink,
+}
+
+/// Writes the normalised rows and returns each row's scale.
+fn forward<T: Element>(x: &[f32], weight: &[f32], eps: f32, out: &mut [MaybeUninit<f32>]) -> Vec<f32> {
+    let width = weight.len();
+    if width == 0 {
+        return Vec::new();
+    }
+    vectorise(
+        #[inline(always)]
+        || {
+            let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
+            rows.map(|(x, out)| {
+                let scale = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
+                for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
+                    out.write(weight * T::round(x * scale));
+                }
+                scale
+            })
+            .collect()
+        },
+    )
+}
+
+/// Writes the gradient of `x` and adds up that of the weight in `dweight`.
+fn backward<T: Element>(
+    x: &[f32],
+    weight: &[f32],
+    scales: &[f32],
+    dy: &[f32],
+    dx: &mut [MaybeUninit<f32>],
+    dweight: &mut [f32],
+) {
+    let width = weight.len();
+    if width == 0 {
+        return;
+    }
+    vectorise(
+        #[inline(always)]
+        || {
+            let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
+            for (((x, dy), dx), &scale) in rows.zip(scales) {
+                let dweight = &mut dweight[..width];
+                // With n = x scale: dx = scale (dn - n mean(dn n)), dn = dy weight.
+                let mean = sum_by(
+                    width,
+                    #[inline(always)]
+                    |i| dy[i] * weight[i] * x[i],
+                ) * scale
+                    / width as f32;
+                for i in 0..width {
+                    let normal = x[i] * scale;
+                    dweight[i] += dy[i] * T::round(normal);
+                    dx[i].write(scale * (dy[i] * weight[i] - normal * mean));
+                }
+            }
+        },
+    );
+}
+
+impl CustomOp2 for RmsNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let y = with_element!(OP, dtype(x), T => {
+            let x = T::widen(elements(OP, x, x_layout)?);
+            let weight = T::widen(elements(OP, weight, weight_layout)?);
+            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty weight).
+            let y = unsafe {
+                filled_by(x.len(), |out| {
+                    let _ = self.scales.set(forward::<T>(&x, &weight, self.eps, out));
+                })
+            };
+            T::to_cpu_storage_owned(T::narrow(y))
+        });
+        Ok((y, x_layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(scales) = self.scales.get() else { bail!("{OP}: backward before forward") };
+        let dy = dy.contiguous()?;
+        let mut dweight = vec![0.0; weight.elem_count()];
+        let dx = with_element!(OP, x.dtype(), T => with_elements::<T, _>(OP, x, |x| {
+            with_elements::<T, _>(OP, weight, |weight| with_elements::<T, _>(OP, &dy, |dy| {
+                let (x, weight, dy) = (T::widen(x), T::widen(weight), T::widen(dy));
+                // SAFETY: as in forward; `scales` has one element for each row.
+                Ok(unsafe {
+                    filled_by(x.len(), |dx| backward::<T>(&x, &weight, scales, &dy, dx, &mut dweight))
+                })
+            }))
+        })?);
+        let dweight = deliver(OP, weight, &self.sink, |dst, mode| {
+            store(dst, mode, &dweight);
+            Ok(())
+        })?;
+        let dx = if x.track_op() { Some(tensor(OP, dx, x.shape(), x.dtype())?) } else { None };
+        Ok((dx, dweight))
+    }
+}

@@ -1,0 +1,125 @@
+//! Rotary position embedding.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+
+use super::element::{Element, with_element};
+use super::simd::{filled_by, vectorise};
+use super::storage::{dtype, elements, with_elements};
+use super::weight_grad::tensor;
+
+const OP: &str = "rope";
+
+/// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32
+/// `[t, head_dim / 2]` and get no gradient.
+///
+/// The pairs are those of Hugging Face's Llama: element `i` of a head goes with element `i + head_dim / 2`.
+///
+/// # Errors
+/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is not on the CPU.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
+    let [_, t, width] = *x.dims() else {
+        bail!("{OP}: expected x of [b, t, heads * head_dim], got {:?}", x.dims());
+    };
+    if heads == 0 || !width.is_multiple_of(2 * heads) {
+        bail!("{OP}: the last dim of x {:?} is not {heads} heads of even size", x.dims());
+    }
+    let half = width / heads / 2;
+    if cos.dims() != [t, half] || sin.dims() != [t, half] {
+        bail!(
+            "{OP}: cos {:?} and sin {:?} do not fit x {:?} of {heads} heads: expected {:?}",
+            cos.dims(),
+            sin.dims(),
+            x.dims(),
+            [t, half]
+        );
+    }
+    if cos.dtype() != DType::F32 || sin.dtype() != DType::F32 {
+        bail!("{OP}: cos is {}, sin is {}: expected f32", cos.dtype().as_str(), sin.dtype().as_str());
+    }
+    let op = Rope { cos: cos.detach().contiguous()?, sin: sin.detach().contiguous()?, heads };
+    let x = x.contiguous()?;
+    if x.track_op() { x.apply_op1(op) } else { x.apply_op1_no_bwd(&op) }
+}
+
+struct Rope {
+    cos: Tensor,
+    sin: Tensor,
+    heads: usize,
+}
+
+/// Which way to turn: backward is the inverse, which is the transpose.
+#[derive(Clone, Copy, PartialEq)]
+enum Turn {
+    Forward,
+    Back,
+}
+
+fn rotate(
+    x: &[f32],
+    cos: &[f32],
+    sin: &[f32],
+    half: usize,
+    heads: usize,
+    turn: Turn,
+    out: &mut [MaybeUninit<f32>],
+) {
+    if x.is_empty() {
+        return;
+    }
+    let sign = if turn == Turn::Forward { 1.0 } else { -1.0 };
+    let width = heads * 2 * half;
+    vectorise(
+        #[inline(always)]
+        || {
+            let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half)).cycle();
+            let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
+            for ((x, out), (cos, sin)) in rows.zip(angles) {
+                for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
+                    let (x_low, x_high) = x.split_at(half);
+                    let (low, high) = out.split_at_mut(half);
+                    for i in 0..half {
+                        let sin = sign * sin[i];
+                        low[i].write(x_low[i] * cos[i] - x_high[i] * sin);
+                        high[i].write(x_high[i] * cos[i] + x_low[i] * sin);
+                    }
+                }
+            }
+        },
+    );
+}
+
+impl Rope {
+    fn apply(&self, x: &[f32], turn: Turn) -> Result<Vec<f32>> {
+        let (_, half) = self.cos.dims2()?;
+        with_elements(OP, &self.cos, |cos| {
+            with_elements(OP, &self.sin, |sin| {
+                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles repeat for ever.
+                Ok(unsafe { filled_by(x.len(), |out| rotate(x, cos, sin, half, self.heads, turn, out)) })
+            })
+        })
+    }
+}
+
+impl CustomOp1 for Rope {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let y = with_element!(OP, dtype(x), T => {
+            let x = T::widen(elements(OP, x, layout)?);
+            T::to_cpu_storage_owned(T::narrow(self.apply(&x, Turn::Forward)?))
+        });
+        Ok((y, layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = dy.contiguous()?;
+        let dx = with_element!(OP, dy.dtype(), T => {
+            with_elements::<T, _>(OP, &dy, |dy| self.apply(&T::widen(dy), Turn::Back))?
+        });
+        tensor(OP, dx, x.shape(), x.dtype()).map(Some)
+    }
+}

@@ -1,0 +1,70 @@
+//! Typed views of candle's CPU storage, and checks of what the ops are given.
+
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
+
+/// The elements of a contiguous CPU tensor.
+pub(super) fn elements<'a, T: WithDType>(
+    op: &str,
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<&'a [T]> {
+    let values = T::cpu_storage_as_slice(storage)?;
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!("{op}: expected a contiguous tensor, got {layout:?}");
+    };
+    match values.get(start..end) {
+        Some(values) => Ok(values),
+        None => bail!("{op}: a layout of elements {start}..{end} over a storage of {}", values.len()),
+    }
+}
+
+/// The CPU storage of a tensor.
+pub(super) fn cpu<'a>(op: &str, storage: &'a Storage) -> Result<&'a CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => bail!("{op}: expected tensors on the CPU"),
+    }
+}
+
+/// The dtype in which `storage` really holds its elements, which for a resharded parameter is none that can be computed with.
+pub(super) fn dtype(storage: &CpuStorage) -> DType {
+    candle_core::backend::BackendStorage::dtype(storage)
+}
+
+/// Runs `f` on the elements of a contiguous CPU tensor.
+pub(super) fn with_elements<T: WithDType, R>(
+    op: &str,
+    tensor: &Tensor,
+    f: impl FnOnce(&[T]) -> Result<R>,
+) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    f(elements(op, cpu(op, &storage)?, layout)?)
+}
+
+/// The elements of an id tensor, in order.
+pub(super) fn ids(op: &str, ids: &Tensor) -> Result<Vec<u32>> {
+    if ids.dtype() != DType::U32 {
+        bail!("{op}: expected ids of dtype u32, got {}", ids.dtype().as_str());
+    }
+    with_elements::<u32, _>(op, &ids.contiguous()?, |ids| Ok(ids.to_vec()))
+}
+
+/// Fails unless both tensors have the same dtype, one that ops compute with.
+pub(super) fn check_dtypes(op: &str, first: (&str, &Tensor), second: (&str, &Tensor)) -> Result<()> {
+    let (a, b) = (first.1.dtype(), second.1.dtype());
+    if a != b {
+        bail!("{op}: {} is {}, but {} is {}", first.0, a.as_str(), second.0, b.as_str());
+    }
+    if !matches!(a, DType::F32 | DType::BF16 | DType::F16) {
+        bail!("{op}: expected f32, bf16 or f16, got {}", a.as_str());
+    }
+    Ok(())
+}
+
+/// The product of all dims but the last, and the last.
+pub(super) fn rows_and_width(op: &str, tensor: &Tensor) -> Result<(usize, usize)> {
+    match tensor.dims() {
+        [rows @ .., width] => Ok((rows.iter().product(), *width)),
+        [] => bail!("{op}: expected at least one dim, got a scalar"),
+    }
+}
