@@ -80,8 +80,7 @@ impl GroupBuffers {
         let model_weight = allocate(Category::ModelWeights, dtype, strategy.shards_params());
         let main_weight = (trainable && dtype != Dtype::F32)
             .then(|| allocate(Category::MainWeights, Dtype::F32, strategy.shards_optim()));
-        let main_grad =
-            trainable.then(|| allocate(Category::MainGrads, Dtype::F32, strategy.shards_grads()));
+        let main_grad = trainable.then(|| allocate(Category::MainGrads, Dtype::F32, strategy.shards_grads()));
         GroupBuffers { layout, model_weight, main_weight, main_grad }
     }
 

@@ -31,8 +31,8 @@ mod pipeline;
 pub mod engine;
 
 pub use engine::{
-    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, MixedPrecision, Param, Recompute,
-    Scope, ShardedOptimizer, Tensors, Unit,
+    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, MixedPrecision, Param,
+    Recompute, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use error::{Error, Result};
 pub use init::Init;

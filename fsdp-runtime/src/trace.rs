@@ -48,8 +48,7 @@ impl Tracer {
     /// Records a span that ran on the compute lane from `start` until now.
     pub fn compute(&self, name: &'static str, unit: &Arc<str>, start: u64) {
         if self.enabled {
-            let span =
-                Span { lane: "compute", name, unit: unit.clone(), issued: start, start, end: now() };
+            let span = Span { lane: "compute", name, unit: unit.clone(), issued: start, start, end: now() };
             self.spans.lock().push(span);
         }
     }
@@ -104,9 +103,13 @@ pub fn chrome_trace(ranks: &[Vec<Span>]) -> Value {
     const LANES: [&str; 3] = ["compute", "all-gather", "reduce"];
     let mut events = Vec::new();
     for (rank, spans) in ranks.iter().enumerate() {
-        events.push(json!({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": format!("rank {rank}")}}));
+        events.push(
+            json!({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": format!("rank {rank}")}}),
+        );
         for (lane, name) in LANES.iter().enumerate() {
-            events.push(json!({"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": name}}));
+            events.push(
+                json!({"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": name}}),
+            );
         }
         for span in spans {
             let lane = LANES.iter().position(|lane| *lane == span.lane).unwrap_or(LANES.len());

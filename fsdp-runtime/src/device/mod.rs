@@ -6,8 +6,8 @@
 //! streams of the driver.
 
 mod buffer;
-mod fill;
 pub mod cpu;
+mod fill;
 
 use std::sync::Arc;
 

@@ -122,17 +122,34 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
         if spec.shape != item.param.dims() {
             return Err(param_error(
                 &item.name,
-                format!("is tied to `{}`, whose shape is {:?}, not {:?}", spec.name, spec.shape, item.param.dims()),
+                format!(
+                    "is tied to `{}`, whose shape is {:?}, not {:?}",
+                    spec.name,
+                    spec.shape,
+                    item.param.dims()
+                ),
             ));
         }
         let (ours, theirs) = (key(item), spec.key);
-        if (ours.dtype, ours.requires_grad, ours.expert) != (theirs.dtype, theirs.requires_grad, theirs.expert) {
+        if (ours.dtype, ours.requires_grad, ours.expert)
+            != (theirs.dtype, theirs.requires_grad, theirs.expert)
+        {
             let describe = |key: GroupKey| {
-                format!("{}{}{}", key.dtype, if key.requires_grad { "" } else { ", frozen" }, if key.expert { ", expert" } else { "" })
+                format!(
+                    "{}{}{}",
+                    key.dtype,
+                    if key.requires_grad { "" } else { ", frozen" },
+                    if key.expert { ", expert" } else { "" }
+                )
             };
             return Err(param_error(
                 &item.name,
-                format!("({}) is tied to `{}` ({}): tied parameters must agree", describe(ours), spec.name, describe(theirs)),
+                format!(
+                    "({}) is tied to `{}` ({}): tied parameters must agree",
+                    describe(ours),
+                    spec.name,
+                    describe(theirs)
+                ),
             ));
         }
         // Used in two units, it must be whole whenever either runs: the root is.
@@ -158,7 +175,8 @@ fn owners(found: &[Found<'_>], by_name: &HashMap<&str, usize>) -> Result<Vec<usi
         let target = match &item.tie {
             None => clone_of,
             Some(tie) => {
-                let target = by_name.get(tie.relative.as_str()).or_else(|| by_name.get(tie.absolute.as_str()));
+                let target =
+                    by_name.get(tie.relative.as_str()).or_else(|| by_name.get(tie.absolute.as_str()));
                 *target.ok_or_else(|| {
                     let names = if tie.relative == tie.absolute {
                         format!("`{}`", tie.relative)

@@ -77,7 +77,9 @@ fn unpack_all<const N: usize>(packed: &Tensor, shapes: &[Shape]) -> Result<[Tens
         start += len;
     }
     let found = tensors.len();
-    tensors.try_into().or_else(|_| candle_core::bail!("expected {N} tensors at a unit's boundary, found {found}"))
+    tensors
+        .try_into()
+        .or_else(|_| candle_core::bail!("expected {N} tensors at a unit's boundary, found {found}"))
 }
 
 impl Tensors for (Tensor, Tensor) {

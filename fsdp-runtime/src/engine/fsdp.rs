@@ -11,7 +11,7 @@ use super::scope::Frame;
 use crate::comm::{HostOp, Phase};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
-use crate::optim::squared_norm;
+use crate::optim::{clip_scale, squared_norm};
 use crate::spec::{ParamSpec, Strategy};
 use crate::trace;
 
@@ -142,7 +142,8 @@ impl<M> Fsdp<M> {
         if engine.config.check_finite {
             let value = loss.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?[0];
             if !value.is_finite() {
-                let message = format!("the loss is {value}, and no unit's output was: it arose outside the units");
+                let message =
+                    format!("the loss is {value}, and no unit's output was: it arose outside the units");
                 return Err(engine.unit_error(ROOT, Phase::Forward, message));
             }
         }
@@ -202,9 +203,7 @@ impl<M> Fsdp<M> {
             return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
         }
         let norm = self.grad_norm()?;
-        let factor = (max_norm / (norm + 1e-6)).min(1.0);
-        // A NaN norm must not be turned into a factor of 1.
-        self.engine.state.lock().grad_scale = if norm.is_nan() { f32::NAN } else { factor as f32 };
+        self.engine.state.lock().grad_scale = clip_scale(norm, max_norm);
         Ok(norm)
     }
 
@@ -222,8 +221,9 @@ impl<M> Fsdp<M> {
             }
             for &group in &engine.units[unit].groups {
                 if let Some(grads) = &engine.groups[group].main_grad {
+                    let shard = grads.shard();
                     // SAFETY: all reductions are done, and only this thread uses main gradients now.
-                    sum[0] += squared_norm(unsafe { grads.shard().as_slice::<f32>() });
+                    sum[0] += squared_norm(unsafe { shard.as_slice::<f32>() });
                 }
             }
         }

@@ -84,7 +84,11 @@ impl Engine {
     pub(crate) fn parameters_without_gradient(&self) -> Result<Vec<String>> {
         let mut received: Vec<f64> =
             self.state.lock().received.iter().map(|&received| f64::from(u8::from(received))).collect();
-        self.comm.host_reduce(self.tag("received gradients", Phase::Optimizer), HostOp::Max, &mut received)?;
+        self.comm.host_reduce(
+            self.tag("received gradients", Phase::Optimizer),
+            HostOp::Max,
+            &mut received,
+        )?;
         let missing = self.layout.params.iter().zip(received);
         let missing = missing.filter(|(spec, received)| spec.key.requires_grad && *received == 0.0);
         Ok(missing.map(|(spec, _)| spec.name.clone()).collect())

@@ -31,9 +31,7 @@ impl<M> Fsdp<M> {
         let state = |group: &crate::buffer::GroupBuffers| {
             let len = group.optimizer_extent(engine.strategy, engine.comm.rank()).len();
             let buffers = if group.layout.key.requires_grad { rule.state_names().len() } else { 0 };
-            (0..buffers)
-                .map(|_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len))
-                .collect()
+            (0..buffers).map(|_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len)).collect()
         };
         let states = engine.groups.iter().map(state).collect();
         Ok(ShardedOptimizer { rule, engine: engine.id(), states, steps: 0 })
@@ -88,7 +86,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         };
         let at = StepInfo { step: self.steps, grad_scale };
         for (group, states) in engine.groups.iter().zip(&self.states) {
-            let Some(grads) = group.main_grad.as_ref().filter(|_| with_gradient[group.layout.key.unit]) else {
+            let Some(grads) = group.main_grad.as_ref().filter(|_| with_gradient[group.layout.key.unit])
+            else {
                 continue;
             };
             let weights = group.optimizer_weight();

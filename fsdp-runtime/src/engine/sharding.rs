@@ -16,6 +16,7 @@ use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
 use crate::layout::{LayoutOptions, ModelLayout};
 use crate::memory::{Account, variable};
+use crate::mesh::MeshDim;
 use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, ReduceOptions, Streams};
 use crate::spec::{Dtype, ParamSpec, Strategy};
 use crate::trace::Tracer;
@@ -51,10 +52,10 @@ impl<M: FsdpUnit> FullyShard for M {}
 fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Arc<Engine>> {
     let comm = mesh.communicator().duplicate("control");
     let (rank, ranks) = (comm.rank(), comm.size());
-    for (name, size) in mesh.dims() {
-        if name != "dp_shard" && size != 1 {
+    for &(dim, size) in mesh.topology().dims() {
+        if dim != MeshDim::DpShard && size != 1 {
             return Err(Error::Config(format!(
-                "mesh dim `{name}` has size {size}: only `dp_shard` can be larger than 1 so far"
+                "mesh dim `{dim}` has size {size}: only `dp_shard` can be larger than 1 so far"
             )));
         }
     }
@@ -72,7 +73,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let account = Account::default();
     let tracer = Tracer::new(config.trace);
     let streams = Streams {
-        compute: cpu::ComputeStream::new(),
+        compute: cpu::ComputeStream::new("compute"),
         gather: cpu::CpuStream::spawn(&format!("rank{rank}/all-gather")),
         reduce: cpu::CpuStream::spawn(&format!("rank{rank}/reduce")),
     };
@@ -173,7 +174,9 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
 
 fn with_rank(error: Error, rank: usize) -> Error {
     match error {
-        Error::Param { param, message } => Error::Param { param, message: format!("{message} (rank {rank})") },
+        Error::Param { param, message } => {
+            Error::Param { param, message: format!("{message} (rank {rank})") }
+        }
         other => other,
     }
 }
@@ -278,7 +281,12 @@ impl Engine {
                 let values = Slice::zeros(Dtype::F32, end - start, None);
                 // SAFETY: the buffer is new and ours alone.
                 let out = unsafe { values.as_mut_slice::<f32>() };
-                write(item.param, &self.layout.params[item.param], start - item.start..end - item.start, out)?;
+                write(
+                    item.param,
+                    &self.layout.params[item.param],
+                    start - item.start..end - item.start,
+                    out,
+                )?;
                 if let Some(main) = &group.main_weight {
                     cast(compute, &values, &main.part(start..end))?;
                 }

@@ -88,7 +88,11 @@ impl GradSink {
             return Ok(());
         };
         if grad.elem_count() != open.slice.len() {
-            candle_core::bail!("a gradient of {:?} for a parameter of {} elements", grad.shape(), open.slice.len());
+            candle_core::bail!(
+                "a gradient of {:?} for a parameter of {} elements",
+                grad.shape(),
+                open.slice.len()
+            );
         }
         let grad = grad.to_dtype(DType::F32)?.contiguous()?;
         let (storage, layout) = grad.storage_and_layout();
@@ -106,7 +110,9 @@ impl GradSink {
                 store(unsafe { open.slice.as_mut_slice() }, values, add, bf16::to_f32, bf16::from_f32)
             }
             // SAFETY: as above.
-            Dtype::F16 => store(unsafe { open.slice.as_mut_slice() }, values, add, f16::to_f32, f16::from_f32),
+            Dtype::F16 => {
+                store(unsafe { open.slice.as_mut_slice() }, values, add, f16::to_f32, f16::from_f32)
+            }
         }
         (open.written, open.touched) = (true, true);
         Ok(())

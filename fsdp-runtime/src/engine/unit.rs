@@ -8,9 +8,7 @@ use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 use candle_core::op::BackpropOp;
-use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, Var,
-};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, Var};
 use parking_lot::Mutex;
 
 use super::config::Recompute;
@@ -286,7 +284,9 @@ where
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let Some(pass) = self.pass.lock().take() else {
-            candle_core::bail!("backward was run twice over the same forward: call the model's forward again");
+            candle_core::bail!(
+                "backward was run twice over the same forward: call the model's forward again"
+            );
         };
         Ok((pass.backward(input, grad)?, None))
     }

@@ -50,8 +50,7 @@ pub(crate) fn variable(shape: &Shape, dtype: Dtype, trainable: bool) -> candle_c
         Dtype::BF16 => CpuStorage::BF16(Vec::new()),
         Dtype::F16 => CpuStorage::F16(Vec::new()),
     };
-    let tensor =
-        Tensor::from_storage(Storage::Cpu(empty), shape.clone(), BackpropOp::none(), trainable);
+    let tensor = Tensor::from_storage(Storage::Cpu(empty), shape.clone(), BackpropOp::none(), trainable);
     // The tensor keeps the dtype of the storage it was made with, whatever is swapped in.
     swap(&tensor, tombstone()).map_err(|(error, _)| error)?;
     debug_assert!(matches!(tensor.device(), Device::Cpu));

@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn a_class_never_has_more_than_its_slots() {
         let (mut pool, account) = pool(true);
-        let stream = ComputeStream::new();
+        let stream = ComputeStream::new("compute");
         let (first, buffers) = pool.acquire(1, &*stream).unwrap().unwrap();
         pool.acquire(2, &*stream).unwrap().unwrap();
         assert!(pool.acquire(3, &*stream).unwrap().is_none());
@@ -163,14 +163,14 @@ mod tests {
     #[test]
     fn a_unit_without_buffers_gets_none() {
         let (mut pool, _) = pool(true);
-        assert!(pool.acquire(4, &*ComputeStream::new()).unwrap().is_none());
+        assert!(pool.acquire(4, &*ComputeStream::new("compute")).unwrap().is_none());
         assert!(pool.fallback(4).is_empty());
     }
 
     #[test]
     fn without_keep_memory_goes_back_at_release() {
         let (mut pool, account) = pool(false);
-        let stream = ComputeStream::new();
+        let stream = ComputeStream::new("compute");
         let (id, buffers) = pool.acquire(0, &*stream).unwrap().unwrap();
         drop(buffers);
         pool.release(id, stream.record());

@@ -175,11 +175,6 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// Forgets the uses that an error cut short.
-    pub(crate) fn abandon(&mut self) {
-        self.units.iter_mut().for_each(|weights| weights.users = 0);
-    }
-
     /// The shards have changed, those of frozen groups too if `frozen`: what was gathered is out of date. To be called after [`Self::reset`].
     pub(crate) fn mark_stale(&mut self, frozen: bool) {
         if self.options.strategy.shards_optim() {

@@ -92,7 +92,11 @@ impl GradReducePipeline {
     }
 
     /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket is free.
-    pub(crate) fn open(&mut self, groups: &[GroupBuffers], unit: usize) -> Result<Vec<GradTarget>, CommError> {
+    pub(crate) fn open(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+    ) -> Result<Vec<GradTarget>, CommError> {
         if let Some((_, targets)) = &self.units[unit].open {
             return Ok(targets.clone());
         }
@@ -149,7 +153,11 @@ impl GradReducePipeline {
     }
 
     /// ZeRO-0 and 1, end of the last microbatch: reduces the units that have gradients of earlier microbatches only.
-    pub(crate) fn reduce_remaining(&mut self, groups: &[GroupBuffers], moment: Moment) -> Result<(), CommError> {
+    pub(crate) fn reduce_remaining(
+        &mut self,
+        groups: &[GroupBuffers],
+        moment: Moment,
+    ) -> Result<(), CommError> {
         if self.options.strategy.shards_grads() {
             return Ok(());
         }
