@@ -6,6 +6,8 @@ pub mod comm;
 pub mod device;
 pub mod engine;
 pub mod init;
+pub mod launch;
+pub mod mesh;
 pub mod spec;
 
 pub use engine::{FsdpUnit, GradSink, Param, Scope};

@@ -1,7 +1,12 @@
 //! How a collective fails.
 
-/// A failed collective or a failed rank. Cheap to clone: every waiter gets one.
-#[derive(Clone, Debug, thiserror::Error)]
+use std::any::Any;
+
+/// A failed collective, stream or rank. Cheap to clone: every waiter gets one.
+///
+/// Each message stands alone: it says which rank reports, which collective of which unit it was in, what was
+/// expected and what came. Ranks are world ranks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommError {
     /// The ranks of the group are not in the same collective.
     #[error("rank {rank}: {message}")]
@@ -11,4 +16,51 @@ pub enum CommError {
         /// Which collective each rank is in.
         message: String,
     },
+    /// A rank panicked, returned an error, or returned while others wait for it.
+    #[error("rank {rank}: {message}")]
+    RankFailed {
+        /// The rank that reports.
+        rank: usize,
+        /// The rank that failed.
+        failed: usize,
+        /// How, and in which collective it was last seen.
+        message: String,
+    },
+    /// A collective was not reached by all ranks in time.
+    #[error("rank {rank}: {message}")]
+    TimedOut {
+        /// The rank that reports.
+        rank: usize,
+        /// The ranks that did not arrive.
+        missing: Vec<usize>,
+        /// The collective, who arrived, and where the missing ranks were last seen.
+        message: String,
+    },
+    /// Work on a stream panicked, or the stream could not be made. The stream's name carries the rank.
+    #[error("stream `{stream}`: {message}")]
+    Stream {
+        /// Name of the stream.
+        stream: String,
+        /// What happened, with the text of the panic.
+        message: String,
+    },
+    /// The arguments of a call do not fit together; nothing was sent.
+    #[error("rank {rank}: {message}")]
+    Invalid {
+        /// The rank that reports.
+        rank: usize,
+        /// The call, what was expected and what came.
+        message: String,
+    },
+}
+
+/// The text a panic was raised with.
+pub(crate) fn panic_text(payload: &(dyn Any + Send)) -> String {
+    if let Some(text) = payload.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = payload.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        "a panic without text".to_owned()
+    }
 }

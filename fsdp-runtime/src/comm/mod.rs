@@ -1,11 +1,14 @@
 //! Collectives on streams, each with a tag that says what it is for.
 
+mod device_mesh;
 mod error;
 pub mod local;
 
 use std::sync::Arc;
 
+pub use device_mesh::DeviceMesh;
 pub use error::CommError;
+pub(crate) use error::panic_text;
 
 use crate::device::{Slice, Stream};
 
@@ -128,7 +131,7 @@ pub trait Communicator: Send + Sync {
     /// Every rank's `bytes` (of any length), by rank; blocks.
     fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError>;
 
-    /// Bytes sent and received so far by this rank, by operation.
+    /// Traffic of this rank so far, by operation, all duplicates of the communicator together.
     fn counters(&self) -> Vec<(&'static str, CommCounter)>;
 }
 

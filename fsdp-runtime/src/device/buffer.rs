@@ -36,7 +36,8 @@ impl Buffer {
     /// Allocates `bytes` zero bytes; `on_free` runs when the last slice is gone.
     pub fn new(bytes: usize, on_free: Option<OnFree>) -> Arc<Buffer> {
         let ptr = if bytes == 0 {
-            NonNull::<[u8; ALIGN]>::dangling().cast()
+            // Aligned like the others: empty slices of any dtype are made from it.
+            const { NonNull::without_provenance(std::num::NonZero::new(ALIGN).unwrap()) }
         } else {
             let layout = Self::layout(bytes);
             // SAFETY: `layout` has a non-zero size.

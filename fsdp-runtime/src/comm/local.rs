@@ -1,1 +1,0 @@
-//! Ranks are threads of this process.

@@ -1,0 +1,230 @@
+//! What a collective is: the part that ranks compare, and its words in messages.
+
+use std::fmt;
+
+use crate::comm::{Accumulate, Gather, HostOp, Reduce, Tag};
+use crate::device::Slice;
+
+/// Kind of a collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+    Broadcast { root: usize },
+    HostBarrier,
+    HostReduce(HostOp),
+    HostGather,
+}
+
+impl Op {
+    /// Names of the kinds, in the order of [`Op::index`].
+    pub(super) const NAMES: [&str; 7] = [
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "broadcast",
+        "host-barrier",
+        "host-reduce",
+        "host-gather",
+    ];
+
+    pub(super) fn index(self) -> usize {
+        match self {
+            Op::AllGather => 0,
+            Op::ReduceScatter => 1,
+            Op::AllReduce => 2,
+            Op::Broadcast { .. } => 3,
+            Op::HostBarrier => 4,
+            Op::HostReduce(_) => 5,
+            Op::HostGather => 6,
+        }
+    }
+
+    /// Rendezvous after the arrival: the departure, and one between the halves of an all-reduce.
+    pub(super) fn rendezvous(self) -> usize {
+        if self == Op::AllReduce { 2 } else { 1 }
+    }
+
+    fn is_host(self) -> bool {
+        matches!(self, Op::HostBarrier | Op::HostReduce(_) | Op::HostGather)
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Op::NAMES[self.index()])?;
+        match self {
+            Op::Broadcast { root } => write!(f, " from rank {root}"),
+            Op::HostReduce(HostOp::Sum) => f.write_str(" (sum)"),
+            Op::HostReduce(HostOp::Max) => f.write_str(" (max)"),
+            Op::HostReduce(HostOp::Min) => f.write_str(" (min)"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Elements and dtype of one side of a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Side {
+    elements: usize,
+    dtype: &'static str,
+}
+
+impl Side {
+    fn of(slice: &Slice) -> Side {
+        Side { elements: slice.len(), dtype: slice.dtype().name() }
+    }
+}
+
+/// One buffer of a grouped launch.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    send: Side,
+    recv: Side,
+    reduction: Option<(f32, Accumulate)>,
+}
+
+impl PartialEq for Part {
+    fn eq(&self, other: &Part) -> bool {
+        // Scales by their bits: a NaN on every rank is agreement.
+        let bits = |part: &Part| part.reduction.map(|(scale, accumulate)| (scale.to_bits(), accumulate));
+        self.send == other.send && self.recv == other.recv && bits(self) == bits(other)
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}", self.send.elements, self.send.dtype)?;
+        if self.recv != self.send {
+            write!(f, " into {} x {}", self.recv.elements, self.recv.dtype)?;
+        }
+        match self.reduction {
+            Some((scale, Accumulate::Overwrite)) => write!(f, ", scale {scale}, overwriting"),
+            Some((scale, Accumulate::Add)) => write!(f, ", scale {scale}, adding"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What one rank does in a collective.
+#[derive(Clone, Debug)]
+pub(super) struct Call {
+    pub(super) op: Op,
+    pub(super) tag: Tag,
+    /// Bytes of the whole buffers, for messages.
+    pub(super) bytes: usize,
+    parts: Vec<Part>,
+}
+
+impl Call {
+    pub(super) fn all_gather(tag: Tag, parts: &[Gather]) -> Call {
+        Call {
+            op: Op::AllGather,
+            tag,
+            bytes: parts.iter().map(|part| part.recv.bytes()).sum(),
+            parts: parts
+                .iter()
+                .map(|part| Part { send: Side::of(&part.send), recv: Side::of(&part.recv), reduction: None })
+                .collect(),
+        }
+    }
+
+    pub(super) fn reduce_scatter(tag: Tag, parts: &[Reduce]) -> Call {
+        Call {
+            op: Op::ReduceScatter,
+            tag,
+            bytes: parts.iter().map(|part| part.send.bytes()).sum(),
+            parts: parts
+                .iter()
+                .map(|part| Part {
+                    send: Side::of(&part.send),
+                    recv: Side::of(&part.recv),
+                    reduction: Some((part.scale, part.accumulate)),
+                })
+                .collect(),
+        }
+    }
+
+    pub(super) fn all_reduce(tag: Tag, parts: &[(Slice, f32)]) -> Call {
+        Call {
+            op: Op::AllReduce,
+            tag,
+            bytes: parts.iter().map(|(data, _)| data.bytes()).sum(),
+            parts: parts
+                .iter()
+                .map(|(data, scale)| Part {
+                    send: Side::of(data),
+                    recv: Side::of(data),
+                    reduction: Some((*scale, Accumulate::Overwrite)),
+                })
+                .collect(),
+        }
+    }
+
+    pub(super) fn broadcast(tag: Tag, data: &Slice, root: usize) -> Call {
+        let side = Side::of(data);
+        Call {
+            op: Op::Broadcast { root },
+            tag,
+            bytes: data.bytes(),
+            parts: vec![Part { send: side, recv: side, reduction: None }],
+        }
+    }
+
+    pub(super) fn host_barrier(tag: Tag) -> Call {
+        Call { op: Op::HostBarrier, tag, bytes: 0, parts: Vec::new() }
+    }
+
+    pub(super) fn host_reduce(tag: Tag, op: HostOp, values: &[f64]) -> Call {
+        let side = Side { elements: values.len(), dtype: "f64" };
+        Call {
+            op: Op::HostReduce(op),
+            tag,
+            bytes: size_of_val(values),
+            parts: vec![Part { send: side, recv: side, reduction: None }],
+        }
+    }
+
+    pub(super) fn host_gather(tag: Tag, bytes: &[u8]) -> Call {
+        Call { op: Op::HostGather, tag, bytes: bytes.len(), parts: Vec::new() }
+    }
+
+    /// `all-gather of unit `layers.1` (forward, step 3, 4096 B)`.
+    pub(super) fn describe(op: Op, tag: &Tag, bytes: usize) -> String {
+        let what = if op.is_host() { "" } else { "unit " };
+        format!("{op} of {what}`{}` ({}, step {}, {bytes} B)", tag.unit, tag.phase, tag.step)
+    }
+
+    /// Whether two ranks do the same. Steps may differ: they are for messages.
+    pub(super) fn agrees_with(&self, other: &Call) -> bool {
+        self.same_name(other) && self.parts == other.parts
+    }
+
+    fn same_name(&self, other: &Call) -> bool {
+        self.op == other.op && self.tag.unit == other.tag.unit && self.tag.phase == other.tag.phase
+    }
+
+    /// Words for a disagreement: `rank 0 is in .., rank 1 in ..`.
+    pub(super) fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
+        let mut text = format!("rank {rank} is in {self}, rank {other_rank} in {other}");
+        if self.same_name(other) {
+            let differing = self.parts.iter().zip(&other.parts).enumerate().find(|(_, (a, b))| a != b);
+            text += &match differing {
+                Some((i, (a, b))) => format!(": part {i} is {a} on rank {rank}, {b} on rank {other_rank}"),
+                None => format!(
+                    ": {} parts on rank {rank}, {} on rank {other_rank}",
+                    self.parts.len(),
+                    other.parts.len()
+                ),
+            };
+        }
+        text
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&Call::describe(self.op, &self.tag, self.bytes))
+    }
+}

@@ -1,0 +1,284 @@
+//! Ranks are threads of this process.
+//!
+//! A collective moves no byte through a staging buffer: when all ranks have met, each one does its own part at the same
+//! time as the others, reading the slices of its peers where they are ([`rendezvous`] says why that is sound). Sums are
+//! taken in rank order, so that every run gives the same bits.
+
+mod call;
+mod reduce;
+mod rendezvous;
+mod world;
+
+use std::sync::Arc;
+
+pub use self::world::{LocalOptions, LocalWorld};
+
+use self::call::Call;
+use self::rendezvous::{Endpoint, Meeting, Payload};
+use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
+use crate::device::{Slice, Stream};
+use crate::spec::Dtype;
+
+/// A rank's communicator in a [`LocalWorld`], or a duplicate of it.
+///
+/// Calls take their place in the channel's order when they are made, whatever stream they run on.
+pub struct LocalComm {
+    endpoint: Arc<Endpoint>,
+}
+
+impl LocalComm {
+    fn new(endpoint: Endpoint) -> LocalComm {
+        LocalComm { endpoint: Arc::new(endpoint) }
+    }
+
+    fn invalid(&self, call: &Call, message: String) -> CommError {
+        CommError::Invalid { rank: self.endpoint.rank, message: format!("{call}: {message}") }
+    }
+
+    /// Enqueues `call`: peers may read `payload` while `work` runs; `from_peers` bytes come from them.
+    fn enqueue(
+        &self,
+        stream: &dyn Stream,
+        call: Call,
+        payload: Payload,
+        from_peers: usize,
+        work: impl FnOnce(&mut Meeting) + Send + 'static,
+    ) -> Result<(), CommError> {
+        let (endpoint, op) = (self.endpoint.clone(), call.op);
+        let ticket = self.endpoint.ticket(call);
+        stream.submit(Box::new(move || {
+            let mut meeting = ticket.meet(payload)?;
+            work(&mut meeting);
+            drop(meeting);
+            endpoint.world.count(endpoint.rank, op, from_peers);
+            Ok(())
+        }))
+    }
+
+    /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its place.
+    fn check_share(
+        &self,
+        call: &Call,
+        i: usize,
+        (whole, whole_name): (&Slice, &str),
+        (part, part_name): (&Slice, &str),
+    ) -> Result<(), CommError> {
+        let (rank, size) = (self.rank(), self.size());
+        if whole.len() != size * part.len() {
+            let message = format!(
+                "part {i}: {whole_name} has {} elements, expected {size} ranks x {} of {part_name}",
+                whole.len(),
+                part.len()
+            );
+            return Err(self.invalid(call, message));
+        }
+        if overlap(whole, part) && !same_place(&share(whole, rank, size), part) {
+            let message = format!(
+                "part {i}: {part_name} overlaps {whole_name} without being its part of rank {rank}, elements {:?}",
+                rank * part.len()..(rank + 1) * part.len()
+            );
+            return Err(self.invalid(call, message));
+        }
+        Ok(())
+    }
+}
+
+/// The part of `whole` that belongs to `rank`.
+fn share(whole: &Slice, rank: usize, size: usize) -> Slice {
+    let len = whole.len() / size;
+    whole.range(rank * len..(rank + 1) * len)
+}
+
+fn overlap(a: &Slice, b: &Slice) -> bool {
+    let (a_start, b_start) = (a.as_ptr() as usize, b.as_ptr() as usize);
+    !a.is_empty() && !b.is_empty() && a_start < b_start + b.bytes() && b_start < a_start + a.bytes()
+}
+
+fn same_place(a: &Slice, b: &Slice) -> bool {
+    a.as_ptr() == b.as_ptr() && a.bytes() == b.bytes()
+}
+
+/// Copies `source` to `target`, unless they are the same memory.
+///
+/// # Safety
+/// They have the same dtype and length, and are the same memory or do not overlap. While the call runs no one writes
+/// `source`, and no one else reads or writes `target`.
+unsafe fn copy(source: &Slice, target: &Slice) {
+    if same_place(source, target) {
+        return;
+    }
+    // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
+    unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
+}
+
+impl Communicator for LocalComm {
+    fn rank(&self) -> usize {
+        self.endpoint.rank
+    }
+
+    fn size(&self) -> usize {
+        self.endpoint.world.size
+    }
+
+    fn duplicate(&self, name: &str) -> Arc<dyn Communicator> {
+        let Endpoint { world, channel, rank, .. } = &*self.endpoint;
+        Arc::new(LocalComm::new(world.duplicate(*channel, *rank, name)))
+    }
+
+    fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
+        let call = Call::all_gather(tag, &parts);
+        let (rank, size) = (self.rank(), self.size());
+        for (i, part) in parts.iter().enumerate() {
+            if part.send.dtype() != part.recv.dtype() {
+                let (send, recv) = (part.send.dtype(), part.recv.dtype());
+                return Err(self.invalid(&call, format!("part {i}: send is {send}, but recv is {recv}")));
+            }
+            self.check_share(&call, i, (&part.recv, "recv"), (&part.send, "send"))?;
+        }
+        let (send, recv): (Vec<Slice>, Vec<Slice>) =
+            parts.into_iter().map(|part| (part.send, part.recv)).unzip();
+        let from_peers = send.iter().map(Slice::bytes).sum::<usize>() * (size - 1);
+        let payload = Payload { slices: send, ..Payload::default() };
+        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+            for (i, recv) in recv.iter().enumerate() {
+                // Each rank begins with its own part, so that not all read the same memory at once.
+                for peer in (rank..size).chain(0..rank) {
+                    // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and departure
+                    // nobody writes a `send`: it is outside its rank's `recv`, or the one part of it that its rank
+                    // leaves alone. `recv` is this rank's own, peers read no more of it than such a `send`.
+                    unsafe { copy(&meeting.payload(peer).slices[i], &share(recv, peer, size)) };
+                }
+            }
+        })
+    }
+
+    fn reduce_scatter(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError> {
+        let call = Call::reduce_scatter(tag, &parts);
+        let (rank, size) = (self.rank(), self.size());
+        for (i, part) in parts.iter().enumerate() {
+            let (send, recv) = (part.send.dtype(), part.recv.dtype());
+            if !reduce::supports(send, recv) {
+                let or_wider = if send == Dtype::F32 { "only" } else { "or f32" };
+                let message = format!(
+                    "part {i}: a sum of {send} can be stored as {send} {or_wider}, but recv is {recv}"
+                );
+                return Err(self.invalid(&call, message));
+            }
+            self.check_share(&call, i, (&part.send, "send"), (&part.recv, "recv"))?;
+        }
+        let from_peers = parts.iter().map(|part| part.send.bytes() / size).sum::<usize>() * (size - 1);
+        let slices = parts.iter().map(|part| part.send.clone()).collect();
+        let payload = Payload { slices, ..Payload::default() };
+        let outputs: Vec<_> =
+            parts.into_iter().map(|part| (part.recv, part.scale, part.accumulate)).collect();
+        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+            for (i, (recv, scale, accumulate)) in outputs.iter().enumerate() {
+                let sources = contributions(meeting, i, rank);
+                // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and departure
+                // part `rank` of every `send` is read by this rank only, and written by it alone where `recv` is it;
+                // a `recv` elsewhere is this rank's own.
+                unsafe { reduce::sum_into(&sources, recv, *scale, *accumulate) };
+            }
+        })
+    }
+
+    fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
+        let call = Call::all_reduce(tag, &parts);
+        let (rank, size) = (self.rank(), self.size());
+        if let Some((i, (data, _))) = parts.iter().enumerate().find(|(_, (data, _))| data.len() % size != 0) {
+            let message = format!("part {i} has {} elements, not a multiple of {size} ranks", data.len());
+            return Err(self.invalid(&call, message));
+        }
+        // Each part once for the sum and once for its result.
+        let from_peers = parts.iter().map(|(data, _)| data.bytes() / size).sum::<usize>() * (size - 1) * 2;
+        let slices = parts.iter().map(|(data, _)| data.clone()).collect();
+        let payload = Payload { slices, ..Payload::default() };
+        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+            for (i, (data, scale)) in parts.iter().enumerate() {
+                let sources = contributions(meeting, i, rank);
+                // SAFETY: until the rendezvous below, part `rank` of every rank's data is accessed by this rank only.
+                unsafe {
+                    reduce::sum_into(&sources, &sources[rank], *scale, Accumulate::Overwrite);
+                }
+                debug_assert!(same_place(&sources[rank], &share(data, rank, size)));
+            }
+            meeting.rendezvous();
+            for (i, (data, _)) in parts.iter().enumerate() {
+                for peer in (0..size).filter(|peer| *peer != rank) {
+                    let result = share(&meeting.payload(peer).slices[i], peer, size);
+                    // SAFETY: after the rendezvous part `peer` of rank `peer` is final and only read, and the other
+                    // parts of this rank's data are accessed by this rank only.
+                    unsafe { copy(&result, &share(data, peer, size)) };
+                }
+            }
+        })
+    }
+
+    fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError> {
+        let call = Call::broadcast(tag, &data, root);
+        let rank = self.rank();
+        if root >= self.size() {
+            return Err(self.invalid(&call, format!("there is no rank {root} among {} ranks", self.size())));
+        }
+        let from_peers = if rank == root { 0 } else { data.bytes() };
+        let payload = Payload { slices: vec![data.clone()], ..Payload::default() };
+        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+            if rank != root {
+                // SAFETY: lengths and dtypes are equal on all ranks. Between arrival and departure the root's data is
+                // only read, and that of any other rank is accessed by itself only.
+                unsafe { copy(&meeting.payload(root).slices[0], &data) };
+            }
+        })
+    }
+
+    fn host_barrier(&self, tag: Tag) -> Result<(), CommError> {
+        let call = Call::host_barrier(tag);
+        let op = call.op;
+        drop(self.endpoint.ticket(call).meet(Payload::default())?);
+        self.endpoint.world.count(self.rank(), op, 0);
+        Ok(())
+    }
+
+    fn host_reduce(&self, tag: Tag, op: HostOp, values: &mut [f64]) -> Result<(), CommError> {
+        let call = Call::host_reduce(tag, op, values);
+        let kind = call.op;
+        let payload = Payload { values: values.to_vec(), ..Payload::default() };
+        let meeting = self.endpoint.ticket(call).meet(payload)?;
+        for (rank, arrival) in meeting.arrivals().iter().enumerate() {
+            for (value, other) in values.iter_mut().zip(&arrival.payload.values) {
+                *value = match op {
+                    _ if rank == 0 => *other,
+                    HostOp::Sum => *value + *other,
+                    // Not `f64::max`, which would hide a NaN.
+                    HostOp::Max if *other > *value || other.is_nan() => *other,
+                    HostOp::Min if *other < *value || other.is_nan() => *other,
+                    HostOp::Max | HostOp::Min => *value,
+                };
+            }
+        }
+        drop(meeting);
+        self.endpoint.world.count(self.rank(), kind, size_of_val(values) * (self.size() - 1));
+        Ok(())
+    }
+
+    fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        let call = Call::host_gather(tag, &bytes);
+        let (op, own) = (call.op, bytes.len());
+        let meeting = self.endpoint.ticket(call).meet(Payload { bytes, ..Payload::default() })?;
+        let gathered: Vec<Vec<u8>> =
+            meeting.arrivals().iter().map(|arrival| arrival.payload.bytes.clone()).collect();
+        drop(meeting);
+        self.endpoint.world.count(self.rank(), op, gathered.iter().map(Vec::len).sum::<usize>() - own);
+        Ok(gathered)
+    }
+
+    fn counters(&self) -> Vec<(&'static str, CommCounter)> {
+        self.endpoint.world.counters(self.rank())
+    }
+}
+
+/// What every rank, in order, contributes to the share of `rank` in part `i`.
+fn contributions(meeting: &Meeting, i: usize, rank: usize) -> Vec<Slice> {
+    let arrivals = meeting.arrivals();
+    arrivals.iter().map(|arrival| share(&arrival.payload.slices[i], rank, arrivals.len())).collect()
+}

@@ -1,0 +1,250 @@
+//! How ranks meet: a ticket in the order of calls, an arrival that is compared, and a common departure.
+//!
+//! A collective goes through these stages:
+//! 1. *Ticket*, when it is called: its place in the order of this rank's calls on the channel.
+//! 2. *Arrival*, when the stream has come to it: the rank publishes its slices and waits until all ranks have. Here and
+//!    only here a collective can fail: on a disagreement, a failed rank, a time-out.
+//! 3. *Work*: each rank does its own part, reading the slices of its peers in place. All ranks that have met do it,
+//!    whatever happens elsewhere in the world.
+//! 4. *Departure*: a rank leaves when all have done their work.
+//!
+//! Because the stages after the arrival cannot be left early, unwinding included, no rank gets its buffers back while a
+//! peer still reads them. That is the promise that the accesses in [`super`] rest on.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use parking_lot::{Condvar, MutexGuard};
+
+use super::call::Call;
+use super::world::{Cause, LocalWorld, State, returned_early};
+use crate::comm::CommError;
+use crate::device::Slice;
+
+/// What one rank brings into a collective.
+pub(super) struct Arrival {
+    pub(super) call: Call,
+    pub(super) payload: Payload,
+}
+
+/// What peers may read until the departure.
+#[derive(Default)]
+pub(super) struct Payload {
+    pub(super) slices: Vec<Slice>,
+    pub(super) values: Vec<f64>,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// One rank's end of a channel.
+pub(super) struct Endpoint {
+    pub(super) world: Arc<LocalWorld>,
+    pub(super) channel: usize,
+    pub(super) rank: usize,
+    changed: Arc<Condvar>,
+    called: AtomicU64,
+}
+
+impl Endpoint {
+    pub(super) fn new(world: Arc<LocalWorld>, channel: usize, rank: usize, changed: Arc<Condvar>) -> Self {
+        Endpoint { world, channel, rank, changed, called: AtomicU64::new(0) }
+    }
+
+    /// Takes the next place in the order of this rank's calls.
+    pub(super) fn ticket(self: &Arc<Self>, call: Call) -> Ticket {
+        let number = self.called.fetch_add(1, Ordering::Relaxed);
+        Ticket { endpoint: self.clone(), number, call: Some(call) }
+    }
+}
+
+/// A collective that was called and has not run yet. Dropping it unused fails the world: peers will wait for it.
+pub(super) struct Ticket {
+    endpoint: Arc<Endpoint>,
+    /// Collectives called before on this endpoint.
+    number: u64,
+    call: Option<Call>,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let Some(call) = self.call.take() else { return };
+        let Endpoint { world, rank, .. } = &*self.endpoint;
+        let message = format!("rank {rank} cannot run {call}: its stream had failed before");
+        world.state.lock().fail(world, *rank, Cause::RankFailed { failed: *rank }, message);
+    }
+}
+
+impl Ticket {
+    /// Waits for this rank's earlier collectives of the channel, publishes `payload`, and waits for the peers.
+    pub(super) fn meet(mut self, payload: Payload) -> Result<Meeting, CommError> {
+        let endpoint = self.endpoint.clone();
+        let Some(call) = self.call.take() else {
+            unreachable!("only `meet` takes the call, and `self` with it")
+        };
+        let Endpoint { world, channel, rank, changed, .. } = &*endpoint;
+        let (channel, rank, number) = (*channel, *rank, self.number + 1);
+        let deadline = Instant::now().checked_add(world.options.timeout);
+        let mut state = world.state.lock();
+
+        while state.channels[channel].left[rank] < self.number && state.failure.is_none() {
+            if !wait(changed, &mut state, deadline) {
+                let message = format!(
+                    "timed out after {:?} in {call}, {}: it waits for an earlier collective of the same rank on \
+                     this channel; missing: [{rank}]; {}",
+                    world.options.timeout,
+                    state.name(channel, number),
+                    state.last_seen_everywhere(rank),
+                );
+                state.fail(world, rank, Cause::TimedOut { missing: vec![rank] }, message);
+            }
+        }
+        if let Some(failure) = &state.failure {
+            return Err(failure.error(rank));
+        }
+
+        state.enter(channel, rank, number, &call);
+        let first =
+            state.channels[channel].arrived.iter().enumerate().find_map(|(r, a)| Some((r, a.as_ref()?)));
+        if let Some((first_rank, first)) = first.filter(|(_, first)| !first.call.agrees_with(&call)) {
+            let (a, b) = if first_rank < rank {
+                ((first_rank, &first.call), (rank, &call))
+            } else {
+                ((rank, &call), (first_rank, &first.call))
+            };
+            let difference = a.1.difference(a.0, b.1, b.0);
+            let message = format!("{} differs: {difference}", state.name(channel, number));
+            return Err(fail(world, &mut state, rank, Cause::Diverged, message));
+        }
+        let absent = |r: &usize| state.ranks[*r].ended && state.channels[channel].arrived[*r].is_none();
+        if let Some(gone) = (0..world.size).filter(|r| *r != rank).find(absent) {
+            let message = returned_early(&state, gone, rank, &call);
+            return Err(fail(world, &mut state, rank, Cause::RankFailed { failed: gone }, message));
+        }
+
+        let op = call.op;
+        let arrivals = &mut state.channels[channel];
+        arrivals.arrived[rank] = Some(Arrival { call, payload });
+        let completed = arrivals.completed;
+        if arrivals.arrived.iter().all(Option::is_some) {
+            arrivals.meeting = Some(arrivals.arrived.iter_mut().filter_map(Option::take).collect());
+            arrivals.completed += 1;
+            changed.notify_all();
+        }
+        loop {
+            // A meeting that came about is held, even if the world has failed since: the peers count on it.
+            if state.channels[channel].completed != completed {
+                break;
+            }
+            if let Some(failure) = &state.failure {
+                let error = failure.error(rank);
+                state.channels[channel].arrived[rank] = None;
+                return Err(error);
+            }
+            if !wait(changed, &mut state, deadline) {
+                let message = timed_out(world, &state, channel, rank, number);
+                let missing = state.channels[channel].ranks(false);
+                state.fail(world, rank, Cause::TimedOut { missing }, message);
+            }
+        }
+        let arrivals = state.channels[channel].meeting.clone();
+        drop(state);
+        Ok(Meeting { endpoint, arrivals, remaining: op.rendezvous() })
+    }
+}
+
+/// Waits for a change; false if the deadline has passed.
+fn wait(changed: &Condvar, state: &mut MutexGuard<'_, State>, deadline: Option<Instant>) -> bool {
+    match deadline {
+        Some(deadline) => !changed.wait_until(state, deadline).timed_out(),
+        None => {
+            changed.wait(state);
+            true
+        }
+    }
+}
+
+/// Fails the world and returns what `rank` reports: this, or the failure that came first.
+fn fail(world: &LocalWorld, state: &mut State, rank: usize, cause: Cause, message: String) -> CommError {
+    let culprit = match cause {
+        Cause::RankFailed { failed } => failed,
+        _ => rank,
+    };
+    state.fail(world, culprit, cause, message.clone());
+    match &state.failure {
+        Some(failure) => failure.error(rank),
+        None => CommError::Diverged { rank, message },
+    }
+}
+
+fn timed_out(world: &LocalWorld, state: &State, channel: usize, rank: usize, number: u64) -> String {
+    let arrivals = &state.channels[channel];
+    let (arrived, missing) = (arrivals.ranks(true), arrivals.ranks(false));
+    let call = arrivals.arrived[rank].as_ref().map(|arrival| arrival.call.to_string()).unwrap_or_default();
+    let seen: Vec<String> = missing.iter().map(|rank| state.last_seen_everywhere(*rank)).collect();
+    format!(
+        "timed out after {:?} in {call}, {}; arrived: {arrived:?}, missing: {missing:?}; {}",
+        world.options.timeout,
+        state.name(channel, number),
+        seen.join("; "),
+    )
+}
+
+/// A collective in which all ranks have arrived. Dropping it departs: it blocks until all have done their work.
+pub(super) struct Meeting {
+    endpoint: Arc<Endpoint>,
+    /// `None` only on the way out.
+    arrivals: Option<Arc<[Arrival]>>,
+    remaining: usize,
+}
+
+impl Meeting {
+    /// What each rank brought, by rank.
+    pub(super) fn arrivals(&self) -> &[Arrival] {
+        self.arrivals.as_deref().unwrap_or_default()
+    }
+
+    /// What `rank` brought.
+    pub(super) fn payload(&self, rank: usize) -> &Payload {
+        &self.arrivals()[rank].payload
+    }
+
+    /// Waits until all ranks are here.
+    pub(super) fn rendezvous(&mut self) {
+        let Endpoint { world, channel, rank, changed, .. } = &*self.endpoint;
+        let mut state = world.state.lock();
+        self.remaining -= 1;
+        let departing = self.remaining == 0;
+        let meeting = &mut state.channels[*channel];
+        meeting.present += 1;
+        let completed = meeting.completed;
+        if meeting.present == world.size {
+            meeting.present = 0;
+            meeting.completed += 1;
+            if departing {
+                // All have given up theirs: this frees what the ranks brought, before any of them leaves.
+                meeting.meeting = None;
+            }
+            changed.notify_all();
+        }
+        // No deadline: the peers that are missing here are at work, and work ends.
+        while state.channels[*channel].completed == completed {
+            changed.wait(&mut state);
+        }
+        if departing {
+            state.channels[*channel].left[*rank] += 1;
+            state.leave(*channel, *rank);
+            changed.notify_all();
+        }
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        while self.remaining > 1 {
+            // Only if this rank's work panicked: the peers must not wait for it.
+            self.rendezvous();
+        }
+        self.arrivals = None;
+        self.rendezvous();
+    }
+}

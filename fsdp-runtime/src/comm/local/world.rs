@@ -1,0 +1,406 @@
+//! The world of rank threads: who is where, and the failure that ends all.
+
+use std::collections::VecDeque;
+use std::fmt::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::LocalComm;
+use super::call::{Call, Op};
+use super::rendezvous::{Arrival, Endpoint};
+use crate::comm::{CommCounter, CommError, Tag};
+
+/// Settings of a [`LocalWorld`].
+#[derive(Clone, Debug)]
+pub struct LocalOptions {
+    /// How long a rank waits for its peers to arrive in a collective.
+    pub timeout: Duration,
+    /// Whether error messages carry the last collectives of every rank.
+    pub trace: bool,
+}
+
+impl Default for LocalOptions {
+    /// 300 seconds, no trace.
+    fn default() -> Self {
+        LocalOptions { timeout: Duration::from_secs(300), trace: false }
+    }
+}
+
+impl LocalOptions {
+    /// The defaults, changed by the environment: `FSDP_TIMEOUT_SECS=SECONDS`, `FSDP_TRACE=1`.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if `FSDP_TIMEOUT_SECS` is not a positive number.
+    pub fn from_env() -> Result<LocalOptions, CommError> {
+        let mut options = LocalOptions::default();
+        if let Ok(text) = std::env::var("FSDP_TIMEOUT_SECS") {
+            options.timeout = parse_timeout(&text).ok_or_else(|| CommError::Invalid {
+                rank: 0,
+                message: format!("FSDP_TIMEOUT_SECS must be a positive number of seconds, not `{text}`"),
+            })?;
+        }
+        options.trace = std::env::var("FSDP_TRACE").is_ok_and(|value| value == "1");
+        Ok(options)
+    }
+}
+
+fn parse_timeout(text: &str) -> Option<Duration> {
+    let seconds = text.trim().parse().ok().filter(|seconds| *seconds > 0.0)?;
+    Duration::try_from_secs_f64(seconds).ok()
+}
+
+/// Ranks that are threads of this process, and what they share.
+///
+/// Its first failure is for good: every rank, waiting now or arriving later, gets it.
+pub struct LocalWorld {
+    pub(super) size: usize,
+    pub(super) options: LocalOptions,
+    pub(super) state: Mutex<State>,
+    traffic: Vec<[Traffic; Op::NAMES.len()]>,
+}
+
+#[derive(Default)]
+struct Traffic {
+    calls: AtomicU64,
+    bytes_from_peers: AtomicU64,
+}
+
+/// What is behind the world's one lock. It is held for comparisons and counting, never while data moves.
+pub(super) struct State {
+    pub(super) failure: Option<Failure>,
+    pub(super) channels: Vec<Channel>,
+    pub(super) ranks: Vec<RankState>,
+}
+
+/// One communicator's order of collectives, and the meeting that is under way in it.
+pub(super) struct Channel {
+    pub(super) name: String,
+    /// Signalled when anything that a rank of this channel may wait for has changed.
+    pub(super) changed: Arc<Condvar>,
+    /// By rank: its part in the collective that is assembling.
+    pub(super) arrived: Vec<Option<Arrival>>,
+    /// The collective in which all ranks are.
+    pub(super) meeting: Option<Arc<[Arrival]>>,
+    /// Ranks that have reached the present rendezvous.
+    pub(super) present: usize,
+    /// Rendezvous that were completed.
+    pub(super) completed: u64,
+    /// By rank: collectives it has left.
+    pub(super) left: Vec<u64>,
+    last_seen: Vec<Option<Seen>>,
+    /// Duplicates, in order of creation.
+    duplicates: Vec<usize>,
+    /// By rank: how many duplicates it has asked for.
+    duplicated: Vec<usize>,
+    /// The rank that was first to ask for this channel.
+    created_by: usize,
+}
+
+impl Channel {
+    fn new(name: String, size: usize, created_by: usize) -> Channel {
+        Channel {
+            name,
+            changed: Arc::default(),
+            arrived: (0..size).map(|_| None).collect(),
+            meeting: None,
+            present: 0,
+            completed: 0,
+            left: vec![0; size],
+            last_seen: vec![None; size],
+            duplicates: Vec::new(),
+            duplicated: vec![0; size],
+            created_by,
+        }
+    }
+
+    /// Ranks that have, or have not, arrived in the collective that is assembling.
+    pub(super) fn ranks(&self, arrived: bool) -> Vec<usize> {
+        (0..self.arrived.len()).filter(|rank| self.arrived[*rank].is_some() == arrived).collect()
+    }
+}
+
+#[derive(Default)]
+pub(super) struct RankState {
+    /// It has returned, well or not: it arrives nowhere any more.
+    pub(super) ended: bool,
+    /// Its communicator was handed out.
+    taken: bool,
+    /// Its last collectives, oldest first.
+    ring: VecDeque<Seen>,
+}
+
+/// A collective that a rank was seen in.
+#[derive(Clone)]
+struct Seen {
+    channel: usize,
+    number: u64,
+    op: Op,
+    tag: Tag,
+    bytes: usize,
+    done: bool,
+}
+
+/// Collectives remembered of each rank.
+const RING: usize = 32;
+
+/// Why the world has failed.
+#[derive(Clone)]
+pub(super) enum Cause {
+    Diverged,
+    RankFailed { failed: usize },
+    TimedOut { missing: Vec<usize> },
+}
+
+/// The first failure.
+#[derive(Clone)]
+pub(super) struct Failure {
+    cause: Cause,
+    message: String,
+    /// The rank that failed, or else the one that saw it.
+    culprit: usize,
+}
+
+impl Failure {
+    /// As `rank` reports it.
+    pub(super) fn error(&self, rank: usize) -> CommError {
+        let message = self.message.clone();
+        match self.cause.clone() {
+            Cause::Diverged => CommError::Diverged { rank, message },
+            Cause::RankFailed { failed } => CommError::RankFailed { rank, failed, message },
+            Cause::TimedOut { missing } => CommError::TimedOut { rank, missing, message },
+        }
+    }
+}
+
+impl State {
+    /// Notes that `rank` is in collective `number` of a channel.
+    pub(super) fn enter(&mut self, channel: usize, rank: usize, number: u64, call: &Call) {
+        let Call { op, tag, bytes, .. } = call;
+        let seen = Seen { channel, number, op: *op, tag: tag.clone(), bytes: *bytes, done: false };
+        self.channels[channel].last_seen[rank] = Some(seen.clone());
+        let ring = &mut self.ranks[rank].ring;
+        if ring.len() == RING {
+            ring.pop_front();
+        }
+        ring.push_back(seen);
+    }
+
+    /// Notes that `rank` has left its present collective of a channel.
+    pub(super) fn leave(&mut self, channel: usize, rank: usize) {
+        let Some(seen) = &mut self.channels[channel].last_seen[rank] else { return };
+        seen.done = true;
+        let number = seen.number;
+        let mut ring = self.ranks[rank].ring.iter_mut().rev();
+        if let Some(seen) = ring.find(|seen| seen.channel == channel && seen.number == number) {
+            seen.done = true;
+        }
+    }
+
+    /// Records the world's failure, unless there is one, and wakes all who wait.
+    pub(super) fn fail(&mut self, world: &LocalWorld, culprit: usize, cause: Cause, mut message: String) {
+        if self.failure.is_some() {
+            return;
+        }
+        if world.options.trace {
+            self.append_trace(&mut message);
+        }
+        self.failure = Some(Failure { cause, message, culprit });
+        for channel in &self.channels {
+            channel.changed.notify_all();
+        }
+    }
+
+    /// `collective #2 of channel `gather``.
+    pub(super) fn name(&self, channel: usize, number: u64) -> String {
+        format!("collective #{number} of channel `{}`", self.channels[channel].name)
+    }
+
+    /// Where a rank was last seen, in a few words.
+    pub(super) fn last_seen(&self, rank: usize) -> String {
+        match self.ranks[rank].ring.back() {
+            Some(seen) => format!("last seen in {}", seen.call()),
+            None => "seen in no collective yet".to_owned(),
+        }
+    }
+
+    /// Where a rank was last seen on every channel.
+    pub(super) fn last_seen_everywhere(&self, rank: usize) -> String {
+        let mut text = format!("rank {rank} was last seen");
+        for (i, channel) in self.channels.iter().enumerate() {
+            let separator = if i == 0 { ": " } else { "; " };
+            let _ = match &channel.last_seen[rank] {
+                Some(seen) => write!(text, "{separator}channel `{}`: {seen}", channel.name),
+                None => write!(text, "{separator}channel `{}`: nothing yet", channel.name),
+            };
+        }
+        if self.ranks[rank].ended {
+            text += "; it has returned";
+        }
+        text
+    }
+
+    fn append_trace(&self, message: &mut String) {
+        for (rank, state) in self.ranks.iter().enumerate() {
+            let _ = write!(message, "\nlast {} collectives of rank {rank}:", state.ring.len());
+            for seen in &state.ring {
+                let _ = write!(message, "\n  {} {seen}", self.channels[seen.channel].name);
+            }
+        }
+    }
+}
+
+impl Seen {
+    fn call(&self) -> String {
+        let Seen { op, tag, bytes, .. } = self;
+        Call::describe(*op, tag, *bytes)
+    }
+}
+
+impl std::fmt::Display for Seen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "#{} {}, {}", self.number, self.call(), if self.done { "done" } else { "waiting" })
+    }
+}
+
+impl LocalWorld {
+    /// A world of `size` ranks, none of which has started.
+    pub fn new(size: usize, options: LocalOptions) -> Arc<LocalWorld> {
+        Arc::new(LocalWorld {
+            size,
+            options,
+            state: Mutex::new(State {
+                failure: None,
+                channels: vec![Channel::new("world".to_owned(), size, 0)],
+                ranks: (0..size).map(|_| RankState::default()).collect(),
+            }),
+            traffic: (0..size).map(|_| Default::default()).collect(),
+        })
+    }
+
+    /// The communicator of one rank, on the channel `world`. There is one a rank; others are duplicates of it.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if the world has no such rank, or its communicator was taken already.
+    pub fn communicator(self: &Arc<Self>, rank: usize) -> Result<Arc<LocalComm>, CommError> {
+        if rank >= self.size {
+            let message = format!("a world of {} ranks has no rank {rank}", self.size);
+            return Err(CommError::Invalid { rank, message });
+        }
+        let mut state = self.state.lock();
+        if std::mem::replace(&mut state.ranks[rank].taken, true) {
+            let message = "the communicator of this rank was taken already: duplicate it".to_owned();
+            return Err(CommError::Invalid { rank, message });
+        }
+        let changed = state.channels[0].changed.clone();
+        Ok(Arc::new(LocalComm::new(Endpoint::new(self.clone(), 0, rank, changed))))
+    }
+
+    /// The next duplicate of `channel` for `rank`.
+    pub(super) fn duplicate(self: &Arc<Self>, channel: usize, rank: usize, name: &str) -> Endpoint {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let parent = &mut state.channels[channel];
+        let index = parent.duplicated[rank];
+        parent.duplicated[rank] += 1;
+        let name = if channel == 0 { name.to_owned() } else { format!("{}/{name}", parent.name) };
+        let duplicate = match parent.duplicates.get(index) {
+            Some(duplicate) => *duplicate,
+            None => {
+                let duplicate = state.channels.len();
+                state.channels[channel].duplicates.push(duplicate);
+                state.channels.push(Channel::new(name.clone(), self.size, rank));
+                duplicate
+            }
+        };
+        let Channel { name: first, created_by, .. } = &state.channels[duplicate];
+        if *first != name {
+            let message = format!(
+                "duplicate #{} of channel `{}` differs: rank {created_by} names it `{first}`, rank {rank} `{name}`",
+                index + 1,
+                state.channels[channel].name,
+            );
+            state.fail(self, rank, Cause::Diverged, message);
+        }
+        let changed = state.channels[duplicate].changed.clone();
+        Endpoint::new(self.clone(), duplicate, rank, changed)
+    }
+
+    /// Tells the world that `rank` has returned without an error. If others wait for it, the world fails.
+    ///
+    /// The rank's collectives must be finished: its streams dropped and joined, or synchronised.
+    pub fn finish(&self, rank: usize) {
+        let mut state = self.state.lock();
+        state.ranks[rank].ended = true;
+        let waited_for = state.channels.iter().find_map(|channel| {
+            let arrival = channel.arrived.iter().enumerate().find_map(|(r, a)| a.as_ref().map(|a| (r, a)));
+            arrival.filter(|_| channel.arrived[rank].is_none())
+        });
+        if let Some((waiter, arrival)) = waited_for {
+            let message = returned_early(&state, rank, waiter, &arrival.call);
+            state.fail(self, rank, Cause::RankFailed { failed: rank }, message);
+        }
+    }
+
+    /// Tells the world that `rank` has failed: `how` follows its name, as in `panicked: boom`. All others get an error.
+    pub fn fail(&self, rank: usize, how: &str) {
+        let mut state = self.state.lock();
+        let message = format!("rank {rank} {how} ({})", state.last_seen(rank));
+        state.fail(self, rank, Cause::RankFailed { failed: rank }, message);
+        state.ranks[rank].ended = true;
+    }
+
+    /// The rank at the root of the world's failure, or else the one that saw it first, and what happened.
+    pub fn failure(&self) -> Option<(usize, String)> {
+        self.state.lock().failure.as_ref().map(|failure| (failure.culprit, failure.message.clone()))
+    }
+
+    pub(super) fn count(&self, rank: usize, op: Op, bytes_from_peers: usize) {
+        let traffic = &self.traffic[rank][op.index()];
+        traffic.calls.fetch_add(1, Ordering::Relaxed);
+        traffic.bytes_from_peers.fetch_add(bytes_from_peers as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn counters(&self, rank: usize) -> Vec<(&'static str, CommCounter)> {
+        let read = |traffic: &Traffic| CommCounter {
+            calls: traffic.calls.load(Ordering::Relaxed),
+            bytes_from_peers: traffic.bytes_from_peers.load(Ordering::Relaxed),
+        };
+        Op::NAMES.into_iter().zip(self.traffic[rank].iter().map(read)).collect()
+    }
+}
+
+/// Words for a rank that is not coming.
+pub(super) fn returned_early(state: &State, rank: usize, waiter: usize, call: &Call) -> String {
+    let last_seen = state.last_seen(rank);
+    format!("rank {rank} returned early ({last_seen}), but rank {waiter} waits for it in {call}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_outs_are_positive_seconds() {
+        assert_eq!(parse_timeout("30"), Some(Duration::from_secs(30)));
+        assert_eq!(parse_timeout(" 0.25 "), Some(Duration::from_millis(250)));
+        for text in ["", "0", "-1", "soon", "NaN", "inf"] {
+            assert_eq!(parse_timeout(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_world_has_each_of_its_ranks_once() {
+        let world = LocalWorld::new(2, LocalOptions::default());
+        assert!(world.communicator(1).is_ok());
+        let error = world.communicator(1).err().unwrap();
+        assert_eq!(
+            error.to_string(),
+            "rank 1: the communicator of this rank was taken already: duplicate it"
+        );
+        let error = world.communicator(2).err().unwrap();
+        assert_eq!(error.to_string(), "rank 2: a world of 2 ranks has no rank 2");
+    }
+}

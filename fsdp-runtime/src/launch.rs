@@ -1,0 +1,381 @@
+//! Starting ranks as threads of this process, and ending them together.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{Builder, Scope, ScopedJoinHandle};
+use std::time::Duration;
+
+use crate::comm::local::{LocalOptions, LocalWorld};
+use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
+use crate::device::cpu::WorkerScope;
+use crate::mesh::MeshError;
+
+/// A rank's view of the ranks that were launched together.
+#[derive(Clone)]
+pub struct World {
+    communicator: Arc<dyn Communicator>,
+}
+
+impl World {
+    /// This rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.communicator.rank()
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.communicator.size()
+    }
+
+    /// The communicator of all ranks.
+    pub fn communicator(&self) -> &Arc<dyn Communicator> {
+        &self.communicator
+    }
+
+    /// The ranks along named dims, outermost first; the last one runs fastest. Known dims are `dp_outer`, `dp_shard`,
+    /// `cp`, `tp` and `ep`.
+    ///
+    /// # Errors
+    /// If a name is unknown or comes twice, a size is zero, or the product of the sizes is not the number of ranks.
+    pub fn mesh(&self, dims: &[(&str, usize)]) -> Result<DeviceMesh, MeshError> {
+        DeviceMesh::new(dims, self.communicator.clone())
+    }
+
+    /// All ranks along `dp_shard`.
+    pub fn data_parallel_mesh(&self) -> DeviceMesh {
+        self.mesh(&[("dp_shard", self.size())]).expect("all ranks along one dim are all ranks")
+    }
+}
+
+/// How the run of one rank ended, if not well.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RankEnd {
+    /// It panicked, with this text.
+    Panicked(String),
+    /// It returned this error.
+    Failed(String),
+    /// It returned without an error of its own, while others waited for it for instance: what they say of it.
+    Returned(String),
+}
+
+/// A rank that did not end well.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankFailure {
+    /// The rank.
+    pub rank: usize,
+    /// What became of it.
+    pub end: RankEnd,
+}
+
+impl fmt::Display for RankFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.end {
+            RankEnd::Panicked(text) => write!(f, "rank {} panicked: {text}", self.rank),
+            RankEnd::Failed(text) => write!(f, "rank {} failed: {text}", self.rank),
+            // The text names the rank.
+            RankEnd::Returned(text) => f.write_str(text),
+        }
+    }
+}
+
+/// Why a launch did not end well.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LaunchError {
+    /// A launch needs at least one rank.
+    #[error("a launch needs at least one rank, 0 were asked for")]
+    NoRanks,
+    /// A setting from the environment is wrong; no rank was started.
+    #[error("{0}")]
+    Setting(String),
+    /// The system could not start the thread of a rank; those that had started were ended.
+    #[error("rank {rank} could not be started with a stack of {stack_size} bytes: {message}")]
+    Start {
+        /// The rank.
+        rank: usize,
+        /// Bytes of stack that were asked for.
+        stack_size: usize,
+        /// The system's reason.
+        message: String,
+    },
+    /// Ranks failed.
+    #[error("{}", describe(.first, .others))]
+    Ranks {
+        /// The root cause: the rank that failed first, or that saw the failure first.
+        first: RankFailure,
+        /// The other ranks that failed, by rank: in general because of the first.
+        others: Vec<RankFailure>,
+    },
+}
+
+fn describe(first: &RankFailure, others: &[RankFailure]) -> String {
+    let mut text = first.to_string();
+    for (i, other) in others.iter().enumerate() {
+        text += if i == 0 { "\nafter that:\n  " } else { "\n  " };
+        text += &other.to_string();
+    }
+    text
+}
+
+/// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns what they
+/// returned, by rank.
+///
+/// # Errors
+/// [`LaunchError`], if a rank panicked or returned an error: its peers then get an error from the collective they are
+/// in or come to, and all threads have ended when this returns.
+///
+/// ```
+/// use fsdp_runtime::comm::{CommError, HostOp, Phase, Tag};
+///
+/// let sums = fsdp_runtime::launch::local(2, |world| {
+///     let mut value = [world.rank() as f64 + 1.0];
+///     let tag = Tag { unit: "sum".into(), phase: Phase::Setup, step: 0 };
+///     world.communicator().host_reduce(tag, HostOp::Sum, &mut value)?;
+///     Ok::<_, CommError>(value[0])
+/// })?;
+/// assert_eq!(sums, [3.0, 3.0]);
+/// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+/// ```
+pub fn local<T, E, F>(ranks: usize, rank_main: F) -> Result<Vec<T>, LaunchError>
+where
+    T: Send,
+    E: fmt::Display + Send,
+    F: Fn(World) -> Result<T, E> + Sync,
+{
+    Launcher::new().ranks(ranks).run(rank_main)
+}
+
+/// Settings of a launch.
+#[derive(Clone, Debug)]
+pub struct Launcher {
+    ranks: usize,
+    timeout: Option<Duration>,
+    stack_size: usize,
+    trace: Option<bool>,
+}
+
+impl Default for Launcher {
+    fn default() -> Self {
+        Launcher::new()
+    }
+}
+
+impl Launcher {
+    /// One rank; a time-out of 300 seconds, or of `FSDP_TIMEOUT_SECS` where that is set; a stack of 256 MiB.
+    pub fn new() -> Launcher {
+        Launcher { ranks: 1, timeout: None, stack_size: 256 << 20, trace: None }
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn ranks(mut self, ranks: usize) -> Launcher {
+        self.ranks = ranks;
+        self
+    }
+
+    /// How long a rank waits for its peers in a collective, whatever the environment says.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Launcher {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// Bytes of stack of a rank's thread. Virtual: only what is used is backed by memory. Graphs are walked and dropped
+    /// recursively, which needs deep stacks.
+    #[must_use]
+    pub fn stack_size(mut self, bytes: usize) -> Launcher {
+        self.stack_size = bytes;
+        self
+    }
+
+    /// Whether errors carry the last collectives of every rank, whatever `FSDP_TRACE` says.
+    #[must_use]
+    pub fn trace(mut self, trace: bool) -> Launcher {
+        self.trace = Some(trace);
+        self
+    }
+
+    /// Runs `rank_main` on one thread a rank (`rank0`, `rank1`, ...) and returns what they returned, by rank.
+    ///
+    /// A rank's collectives must be finished when it returns: streams it drops are joined, others are to be
+    /// synchronised.
+    ///
+    /// # Errors
+    /// As for [`local`].
+    pub fn run<T, E, F>(&self, rank_main: F) -> Result<Vec<T>, LaunchError>
+    where
+        T: Send,
+        E: fmt::Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        if self.ranks == 0 {
+            return Err(LaunchError::NoRanks);
+        }
+        let world = LocalWorld::new(self.ranks, self.options()?);
+        let ends = std::thread::scope(|scope| {
+            let mut threads: Vec<ScopedJoinHandle<'_, Result<T, RankEnd>>> = Vec::with_capacity(self.ranks);
+            for rank in 0..self.ranks {
+                match self.start(scope, &world, rank, &rank_main) {
+                    Ok(thread) => threads.push(thread),
+                    Err(error) => {
+                        world.fail(rank, &format!("could not be started: {error}"));
+                        // The scope joins the others, which now fail at their next collective.
+                        let (stack_size, message) = (self.stack_size, error.to_string());
+                        return Err(LaunchError::Start { rank, stack_size, message });
+                    }
+                }
+            }
+            let join = |thread: ScopedJoinHandle<'_, Result<T, RankEnd>>| match thread.join() {
+                Ok(end) => end,
+                Err(payload) => Err(RankEnd::Panicked(panic_text(&*payload))),
+            };
+            Ok(threads.into_iter().map(join).collect::<Vec<_>>())
+        })?;
+        collect(ends, world.failure())
+    }
+
+    fn options(&self) -> Result<LocalOptions, LaunchError> {
+        let mut options = match LocalOptions::from_env() {
+            Ok(options) => options,
+            Err(_) if self.timeout.is_some() => LocalOptions::default(),
+            Err(CommError::Invalid { message, .. }) => return Err(LaunchError::Setting(message)),
+            Err(error) => return Err(LaunchError::Setting(error.to_string())),
+        };
+        options.timeout = self.timeout.unwrap_or(options.timeout);
+        options.trace = self.trace.unwrap_or(options.trace);
+        Ok(options)
+    }
+
+    fn start<'scope, T, E, F>(
+        &self,
+        scope: &'scope Scope<'scope, '_>,
+        world: &Arc<LocalWorld>,
+        rank: usize,
+        rank_main: &'scope F,
+    ) -> std::io::Result<ScopedJoinHandle<'scope, Result<T, RankEnd>>>
+    where
+        T: Send + 'scope,
+        E: fmt::Display,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let world = world.clone();
+        Builder::new()
+            .name(format!("rank{rank}"))
+            .stack_size(self.stack_size)
+            .spawn_scoped(scope, move || run_rank(&world, rank, rank_main))
+    }
+}
+
+/// A rank's thread: runs its code and tells the world how it ended.
+fn run_rank<T, E, F>(world: &Arc<LocalWorld>, rank: usize, rank_main: &F) -> Result<T, RankEnd>
+where
+    E: fmt::Display,
+    F: Fn(World) -> Result<T, E>,
+{
+    let workers = WorkerScope::enter();
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let communicator = world.communicator(rank).map_err(|error| error.to_string())?;
+        // The alternate form, by which some error types give their causes too.
+        rank_main(World { communicator }).map_err(|error| format!("{error:#}"))
+    }));
+    let end = match outcome {
+        Ok(Ok(value)) => {
+            // What is still under way on its streams, peers take part in.
+            workers.join();
+            world.finish(rank);
+            return Ok(value);
+        }
+        Ok(Err(text)) => {
+            world.fail(rank, &format!("failed: {text}"));
+            RankEnd::Failed(text)
+        }
+        Err(payload) => {
+            let text = panic_text(&*payload);
+            world.fail(rank, &format!("panicked: {text}"));
+            RankEnd::Panicked(text)
+        }
+    };
+    // Only now: workers of this rank may wait for peers that only this failure wakes.
+    workers.join();
+    Err(end)
+}
+
+/// All values, or the failures with the root cause first.
+fn collect<T>(
+    ends: Vec<Result<T, RankEnd>>,
+    world_failure: Option<(usize, String)>,
+) -> Result<Vec<T>, LaunchError> {
+    let mut values = Vec::with_capacity(ends.len());
+    let mut failures = Vec::new();
+    for (rank, end) in ends.into_iter().enumerate() {
+        match end {
+            Ok(value) => values.push(value),
+            Err(end) => failures.push(RankFailure { rank, end }),
+        }
+    }
+    if failures.is_empty() {
+        return Ok(values);
+    }
+    let first = match world_failure {
+        Some((culprit, message)) => match failures.iter().position(|failure| failure.rank == culprit) {
+            Some(at) => failures.remove(at),
+            None => RankFailure { rank: culprit, end: RankEnd::Returned(message) },
+        },
+        None => failures.remove(0),
+    };
+    Err(LaunchError::Ranks { first, others: failures })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_come_by_rank() {
+        let ranks = local(4, |world| Ok::<_, CommError>((world.rank(), world.size()))).unwrap();
+        assert_eq!(ranks, [(0, 4), (1, 4), (2, 4), (3, 4)]);
+    }
+
+    #[test]
+    fn no_ranks_is_an_error() {
+        let error = local(0, |_| Ok::<_, CommError>(())).unwrap_err();
+        assert_eq!(error.to_string(), "a launch needs at least one rank, 0 were asked for");
+    }
+
+    #[test]
+    fn threads_are_named_after_their_rank() {
+        let names = local(2, |_| Ok::<_, CommError>(std::thread::current().name().map(str::to_owned)));
+        assert_eq!(names.unwrap(), [Some("rank0".to_owned()), Some("rank1".to_owned())]);
+    }
+
+    #[test]
+    fn a_mesh_of_another_size_than_the_world_is_an_error() {
+        let error = local(4, |world| world.mesh(&[("dp_outer", 3), ("dp_shard", 2)]).map(drop)).unwrap_err();
+        let message = "mesh dp_outer=3 x dp_shard=2 needs 6 ranks, the world has 4";
+        assert!(error.to_string().starts_with("rank "), "{error}");
+        assert_eq!(error.to_string().matches(message).count(), 4, "{error}");
+    }
+
+    #[test]
+    fn all_ranks_shard_by_default() {
+        let meshes =
+            local(3, |world| Ok::<_, CommError>(format!("{:?}", world.data_parallel_mesh()))).unwrap();
+        assert_eq!(meshes[2], "DeviceMesh(dp_shard=3, rank 2 of 3)");
+    }
+
+    #[test]
+    fn a_stack_that_cannot_be_had_is_an_error() {
+        let launcher = Launcher::new().ranks(2).stack_size(1 << 50);
+        let error = launcher.run(|_| Ok::<_, CommError>(())).unwrap_err();
+        assert!(matches!(error, LaunchError::Start { rank: 0, .. }), "{error}");
+    }
+
+    #[test]
+    fn the_root_cause_comes_first() {
+        let failed = |text: &str| Err(RankEnd::Failed(text.to_owned()));
+        let ends: Vec<Result<(), _>> =
+            vec![failed("follower"), Err(RankEnd::Panicked("boom".into())), Ok(())];
+        let error = collect(ends, Some((1, "..".into()))).unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 panicked: boom\nafter that:\n  rank 0 failed: follower");
+    }
+}
