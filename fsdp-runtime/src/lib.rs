@@ -2,12 +2,6 @@
 //!
 //! Modules are layers, lowest first; each imports only from those above it in this list.
 
-pub mod comm;
-pub mod device;
-pub mod engine;
-pub mod init;
-pub mod launch;
-pub mod mesh;
 pub mod spec;
 
 pub mod layout;
