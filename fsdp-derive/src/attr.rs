@@ -1,4 +1,4 @@
-//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for [`check`](crate::check).
+//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for `check`.
 
 use proc_macro2::{Delimiter, Span, TokenStream, TokenTree};
 use syn::ext::IdentExt;
