@@ -2,7 +2,7 @@
 //!
 //! `cargo bench --bench collectives`. Rates are 16 MiB, the whole buffer, per time of one call; the memory copies are
 //! 16 MiB by each of two threads at once, between the same barriers. The three take turns, so that a change of the
-//! machine's load meets all of them.
+//! machine's load meets all of them. Both cores must be free: a rank that waits for its peer gives its core away.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -32,6 +32,9 @@ fn timed(comm: &dyn Communicator, work: &mut dyn FnMut() -> Result<(), CommError
     Ok(seconds[0])
 }
 
+/// What is timed: one call on this rank.
+type Case<'a> = Box<dyn FnMut() -> Result<(), CommError> + 'a>;
+
 /// Best and median time of a case.
 type Times = (&'static str, [Duration; 2]);
 
@@ -54,7 +57,7 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
 
     let gather = |part: &Gather| comm.all_gather(&*stream, tag(), vec![part.clone()]);
     let scatter = |part: &Reduce| comm.reduce_scatter(&*stream, tag(), vec![part.clone()]);
-    let mut cases: Vec<(&'static str, Box<dyn FnMut() -> Result<(), CommError> + '_>)> = vec![
+    let mut cases: Vec<(&'static str, Case<'_>)> = vec![
         (
             "memcpy by each of 2 threads",
             Box::new(|| {
@@ -89,18 +92,15 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
 fn main() -> Result<(), launch::LaunchError> {
     let ranks = launch::local(RANKS, rank_main)?;
     let memcpy = ranks[0][0].1;
-    println!(
-        "16 MiB, 2 ranks                            best              of             median              of"
-    );
-    println!(
-        "                                             ms    GB/s  memcpy                 ms    GB/s  memcpy"
-    );
+    println!("{:<36}{:>27}{:>27}", "16 MiB, 2 ranks", "best", "median");
+    let columns = format!("{:>11}{:>8}{:>8}", "ms", "GB/s", "memcpy");
+    println!("{:<36}{columns}{columns}", "");
     for (name, times) in &ranks[0] {
         print!("{name:<36}");
         for (time, memcpy) in times.iter().zip(&memcpy) {
             let seconds = time.as_secs_f64();
             let share = 100.0 * memcpy.as_secs_f64() / seconds;
-            print!("{:>11.3}{:>8.2}{share:>6.0} %      ", seconds * 1e3, BYTES as f64 / seconds / 1e9);
+            print!("{:>11.3}{:>8.2}{share:>6.0} %", seconds * 1e3, BYTES as f64 / seconds / 1e9);
         }
         println!();
     }
