@@ -58,7 +58,7 @@ fn a_unit_called_twice_is_reduced_once_with_the_sum() {
 
 fn reductions<M>(model: &Fsdp<M>) -> u64 {
     let traffic = model.traffic();
-    let reduces = traffic.iter().filter(|t| ["reduce_scatter", "all_reduce"].contains(&t.operation));
+    let reduces = traffic.iter().filter(|t| ["reduce-scatter", "all-reduce"].contains(&t.operation));
     reduces.map(|t| t.counter.calls).sum()
 }
 
