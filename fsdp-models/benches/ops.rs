@@ -174,6 +174,37 @@ fn mlp(rows: usize, dim: usize, hidden: usize) {
     }
 }
 
+/// The projections too: `dim` is that of the model.
+fn self_attention(b: usize, t: usize, dim: usize, heads: usize, kv_heads: usize, d: usize) {
+    let x = variable(&[b, t, dim]);
+    let [q, o] = [[heads * d, dim], [dim, heads * d]].map(|dims| variable(&dims));
+    let [k, v] = [(); 2].map(|()| variable(&[kv_heads * d, dim]));
+    let sinks = [&q, &k, &v, &o].map(sink);
+    let angles = Tensor::rand(-1f32, 1.0, (t, d / 2), &Device::Cpu).unwrap();
+    let fused = both(|| {
+        let weights = ops::SelfAttentionWeights {
+            q: (&q, &sinks[0]),
+            k: (&k, &sinks[1]),
+            v: (&v, &sinks[2]),
+            o: (&o, &sinks[3]),
+        };
+        ops::self_attention(&x, weights, &angles, &angles, heads, kv_heads)
+    });
+    let composed = both(|| {
+        let q = ops::rope(&ops::linear(&x, &q, &sinks[0])?, &angles, &angles, heads)?;
+        let k = ops::rope(&ops::linear(&x, &k, &sinks[1])?, &angles, &angles, kv_heads)?;
+        let v = ops::linear(&x, &v, &sinks[2])?;
+        ops::linear(&ops::attention(&q, &k, &v, heads, kv_heads)?, &o, &sinks[3])
+    });
+    for (name, (forward, backward)) in [("fused", fused), ("composed", composed)] {
+        println!(
+            "self-attention b {b} t {t} dim {dim} h {heads}/{kv_heads}, {name}: forward {:.2} ms, backward {:.2} ms",
+            forward * 1e3,
+            backward * 1e3
+        );
+    }
+}
+
 fn main() {
     // candle splits its own element-wise operations over a pool of spinning threads, one pool for the process.
     // SAFETY: no other thread runs yet.
@@ -192,6 +223,8 @@ fn main() {
     if wanted("attention") {
         attention(4, 256, 4, 2, 64);
         attention(2, 256, 12, 4, 64);
+        self_attention(4, 256, 256, 4, 2, 64);
+        self_attention(2, 256, 768, 12, 4, 64);
     }
     if wanted("mlp") {
         mlp(1024, 256, 704);

@@ -32,23 +32,17 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usi
     let [b, t, width] = *q.dims() else {
         bail!("{OP}: expected q of [b, t, heads * d], got {:?}", q.dims());
     };
-    if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
-        bail!("{OP}: {heads} query heads are no multiple of {kv_heads} key heads");
-    }
-    if width == 0 || !width.is_multiple_of(heads) {
-        bail!("{OP}: the last dim of q {:?} is not {heads} heads", q.dims());
-    }
-    let dim = width / heads;
-    if k.dims() != [b, t, kv_heads * dim] || v.dims() != k.dims() {
+    let shape = AttentionShape::new(OP, b, t, width, heads, kv_heads)?;
+    if k.dims() != [b, t, shape.kv_width()] || v.dims() != k.dims() {
         bail!(
             "{OP}: k {:?} and v {:?} do not fit q {:?}: expected {:?}",
             k.dims(),
             v.dims(),
             q.dims(),
-            [b, t, kv_heads * dim]
+            [b, t, shape.kv_width()]
         );
     }
-    let op = Attention { shape: AttentionShape { b, t, heads, kv_heads, dim }, lse: OnceLock::new() };
+    let op = Attention { shape, lse: OnceLock::new() };
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     if q.track_op() || k.track_op() || v.track_op() {
         q.apply_op3(&k, &v, op)
@@ -67,11 +61,22 @@ pub(super) struct AttentionShape {
 }
 
 impl AttentionShape {
-    fn q_width(self) -> usize {
+    /// Fails unless `width` is that of `heads` heads, a multiple of `kv_heads`.
+    pub fn new(op: &str, b: usize, t: usize, width: usize, heads: usize, kv_heads: usize) -> Result<Self> {
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!("{op}: {heads} query heads are no multiple of {kv_heads} key heads");
+        }
+        if width == 0 || !width.is_multiple_of(heads) {
+            bail!("{op}: queries of width {width} are not {heads} heads");
+        }
+        Ok(AttentionShape { b, t, heads, kv_heads, dim: width / heads })
+    }
+
+    pub fn q_width(self) -> usize {
         self.heads * self.dim
     }
 
-    fn kv_width(self) -> usize {
+    pub fn kv_width(self) -> usize {
         self.kv_heads * self.dim
     }
 

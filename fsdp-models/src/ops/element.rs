@@ -15,6 +15,11 @@ pub(super) trait Element: WithDType {
     /// The values rounded to this dtype.
     fn narrow(values: Vec<f32>) -> Vec<Self>;
 
+    /// The values rounded to this dtype and widened again: the same vector where they are f32 already.
+    fn round_all(values: Vec<f32>) -> Vec<f32> {
+        Self::widen(&Self::narrow(values)).into_owned()
+    }
+
     /// One value rounded to this dtype and widened again.
     fn round(value: f32) -> f32;
 }
@@ -25,6 +30,10 @@ impl Element for f32 {
     }
 
     fn narrow(values: Vec<f32>) -> Vec<f32> {
+        values
+    }
+
+    fn round_all(values: Vec<f32>) -> Vec<f32> {
         values
     }
 
