@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, b
 
 use super::element::{Element, with_element};
 use super::exp::exp;
-use super::simd::{filled_by, max, sum_by, vectorise};
+use super::simd::{filled_by, max, sum, vectorise};
 use super::storage::{dtype, elements, ids, with_elements};
 use super::weight_grad::tensor;
 
@@ -95,24 +95,22 @@ struct CrossEntropy {
 }
 
 fn statistics(logits: &[f32], vocab: usize) -> Vec<Statistics> {
+    let mut statistics = Vec::with_capacity(logits.len() / vocab);
+    let mut weights = vec![0.0; vocab];
     vectorise(
         #[inline(always)]
         || {
-            let rows = logits.chunks_exact(vocab);
-            rows.map(|row| {
+            for row in logits.chunks_exact(vocab) {
                 let max = max(row);
-                Statistics {
-                    max,
-                    sum: sum_by(
-                        row.len(),
-                        #[inline(always)]
-                        |i| exp(row[i] - max),
-                    ),
+                for (weight, logit) in weights.iter_mut().zip(row) {
+                    *weight = exp(logit - max);
                 }
-            })
-            .collect()
+                let sum = sum(&weights);
+                statistics.push(Statistics { max, sum });
+            }
         },
-    )
+    );
+    statistics
 }
 
 impl CrossEntropy {

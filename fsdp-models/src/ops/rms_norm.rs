@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use fsdp::GradSink;
 
 use super::element::{Element, with_element};
-use super::simd::{dot, filled_by, sum_by, vectorise};
+use super::simd::{dot, dot3, filled_by, vectorise};
 use super::storage::{check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, store, tensor};
 
@@ -57,20 +57,20 @@ fn forward<T: Element>(x: &[f32], weight: &[f32], eps: f32, out: &mut [MaybeUnin
     if width == 0 {
         return Vec::new();
     }
+    let mut scales = Vec::with_capacity(x.len() / width);
     vectorise(
         #[inline(always)]
         || {
-            let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
-            rows.map(|(x, out)| {
+            for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
                 let scale = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
                 for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
                     out.write(weight * T::round(x * scale));
                 }
-                scale
-            })
-            .collect()
+                scales.push(scale);
+            }
         },
-    )
+    );
+    scales
 }
 
 /// Writes the gradient of `x` and adds up that of the weight in `dweight`.
@@ -91,14 +91,10 @@ fn backward<T: Element>(
         || {
             let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
             for (((x, dy), dx), &scale) in rows.zip(scales) {
-                let dweight = &mut dweight[..width];
+                let (x, dy) = (&x[..width], &dy[..width]);
+                let (dx, dweight) = (&mut dx[..width], &mut dweight[..width]);
                 // With n = x scale: dx = scale (dn - n mean(dn n)), dn = dy weight.
-                let mean = sum_by(
-                    width,
-                    #[inline(always)]
-                    |i| dy[i] * weight[i] * x[i],
-                ) * scale
-                    / width as f32;
+                let mean = dot3(dy, weight, x) * scale / width as f32;
                 for i in 0..width {
                     let normal = x[i] * scale;
                     dweight[i] += dy[i] * T::round(normal);

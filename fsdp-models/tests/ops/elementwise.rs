@@ -13,7 +13,7 @@ fn swiglu_reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     (gate / (gate.neg()?.exp()? + 1.0)?)? * up
 }
 
-fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
+pub fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
     let angles: Vec<f32> = (0..t * half)
         .map(|i| (i / half) as f32 * 10000f32.powf(-((i % half) as f32) / half as f32))
         .collect();
@@ -21,7 +21,7 @@ fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
     (angles.cos().unwrap(), angles.sin().unwrap())
 }
 
-fn rope_reference(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
+pub fn rope_reference(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
     let (b, t, width) = x.dims3()?;
     let half = width / heads / 2;
     let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
