@@ -12,8 +12,11 @@
 //! nothing is tracked no graph is built.
 //!
 //! # Threads
-//! An op runs in the calling thread; its matrix products may use more, see [`set_threads`].
+//! An op runs in the calling thread; its matrix products may use more, see [`set_threads`]. candle's own element-wise operations, those
+//! of its gradient store included, split anything from 65,536 elements on over one pool of spinning threads, with one lock
+//! for the process, unless the environment variable `CANDLE_NUM_THREADS` is 1 before the first of them: set it where ranks are threads.
 
+mod allocator;
 mod attention;
 mod cross_entropy;
 mod element;
@@ -30,6 +33,7 @@ mod storage;
 mod swiglu;
 mod weight_grad;
 
+pub use allocator::retain_freed_memory;
 pub use attention::attention;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
 pub use embedding::embedding;
