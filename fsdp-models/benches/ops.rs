@@ -1,8 +1,8 @@
 //! What the fused ops cost in one thread, next to the bare matrix products inside them.
 //!
-//! `cargo bench -p fsdp-models --bench ops`. A backward time is that of `Tensor::backward` from the op's result, the passes of candle's
-//! gradient store included. Times are medians
-//! of the thread's CPU clock where there is one.
+//! `cargo bench -p fsdp-models --bench ops`. A backward time is that of `Tensor::backward` from the op's
+//! result, the passes of candle's gradient store included. Times are medians of the thread's CPU clock where
+//! there is one.
 
 use std::hint::black_box;
 
@@ -206,8 +206,8 @@ fn self_attention(b: usize, t: usize, dim: usize, heads: usize, kv_heads: usize,
 }
 
 fn main() {
-    // candle splits its own element-wise operations over a pool of spinning threads, one pool for the process.
-    // SAFETY: no other thread runs yet.
+    // candle splits its own element-wise operations over a pool of spinning threads, one pool for the
+    // process. SAFETY: no other thread runs yet.
     unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     ops::retain_freed_memory();
     // An argument selects one group of measurements.

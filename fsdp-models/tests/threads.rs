@@ -1,4 +1,5 @@
-//! The number of threads of a matrix product changes its speed only. A test program of its own: the number is process-wide.
+//! The number of threads of a matrix product changes its speed only. A test program of its own: the number is
+//! process-wide.
 
 use candle_core::{Device, Tensor};
 use fsdp::GradSink;

@@ -1,11 +1,12 @@
 //! The system allocator's habit of giving memory back.
 
-/// Tells the system allocator to keep freed memory for reuse, where it can be told (glibc); returns whether it listened.
+/// Tells the system allocator to keep freed memory for reuse, where it can be told (glibc); returns whether
+/// it listened.
 ///
-/// A training step allocates and frees activations of some MiB by the hundred. glibc returns such blocks to the system at once
-/// and the next step faults every page in again, which can cost as much as the element-wise operations do themselves. A program that trains calls this
-/// first thing in `main`, before it starts threads: it holds for the whole process, and the process then keeps its peak of
-/// heap memory.
+/// A training step allocates and frees activations of some MiB by the hundred. glibc returns such blocks to
+/// the system at once and the next step faults every page in again, which can cost as much as the
+/// element-wise operations do themselves. A program that trains calls this first thing in `main`, before it
+/// starts threads: it holds for the whole process, and the process then keeps its peak of heap memory.
 pub fn retain_freed_memory() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
