@@ -14,18 +14,20 @@ use super::weight_grad::tensor;
 
 const OP: &str = "attention";
 
-/// Queries taken at once against all keys that they see: large enough for the matrix products to run at speed, small
-/// enough that little is computed above the diagonal.
+/// Queries taken at once against all keys that they see: large enough for the matrix products to run at
+/// speed, small enough that little is computed above the diagonal.
 const BLOCK: usize = 64;
 
-/// Causal attention: `q` is `[b, t, heads * d]`, `k` and `v` are `[b, t, kv_heads * d]`, the result is `[b, t, heads * d]`.
+/// Causal attention: `q` is `[b, t, heads * d]`, `k` and `v` are `[b, t, kv_heads * d]`, the result is `[b,
+/// t, heads * d]`.
 ///
-/// Query `i` sees keys `0..=i`; scores are scaled by `d^-1/2`; query head `h` uses key head `h / (heads / kv_heads)`. Softmax is taken in
-/// f32. Scores exist for one head and one block of queries at a time; for backward only their log-sum-exp is kept, one f32 a query and head.
+/// Query `i` sees keys `0..=i`; scores are scaled by `d^-1/2`; query head `h` uses key head `h / (heads /
+/// kv_heads)`. Softmax is taken in f32. Scores exist for one head and one block of queries at a time; for
+/// backward only their log-sum-exp is kept, one f32 a query and head.
 ///
 /// # Errors
-/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32, bf16 or f16, or if a
-/// tensor is not on the CPU.
+/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,
+/// bf16 or f16, or if a tensor is not on the CPU.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usize) -> Result<Tensor> {
     check_dtypes(OP, ("q", q), ("k", k))?;
     check_dtypes(OP, ("q", q), ("v", v))?;
@@ -155,8 +157,8 @@ pub(super) fn forward(shape: AttentionShape, q: &[f32], k: &[f32], v: &[f32]) ->
     (out, lse)
 }
 
-/// Turns the scores of queries `start..` into `exp(score - largest)`, zero above the diagonal; gives each row's sum and
-/// log-sum-exp.
+/// Turns the scores of queries `start..` into `exp(score - largest)`, zero above the diagonal; gives each
+/// row's sum and log-sum-exp.
 fn softmax(scores: &mut [f32], keys: usize, start: usize, sums: &mut [f32], lse: &mut [f32]) {
     vectorise(
         #[inline(always)]
@@ -250,8 +252,8 @@ fn row_products(a: &[f32], b: &[f32], dim: usize, stride: usize, products: &mut 
     );
 }
 
-/// Turns scores into softmax weights, and the weights' gradients into those of the unscaled scores; both zero above the
-/// diagonal.
+/// Turns scores into softmax weights, and the weights' gradients into those of the unscaled scores; both zero
+/// above the diagonal.
 fn softmax_backward(
     weights: &mut [f32],
     dscores: &mut [f32],

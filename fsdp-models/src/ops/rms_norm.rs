@@ -15,11 +15,12 @@ const OP: &str = "rms-norm";
 
 /// `weight * round(x / sqrt(mean(x²) + eps))` over the last dim: `x` is `[.., dim]`, `weight` `[dim]`.
 ///
-/// The statistics are taken in f32; as in Hugging Face's Llama, the normalised value is rounded to the dtype of `x`
-/// before it is multiplied by the weight.
+/// The statistics are taken in f32; as in Hugging Face's Llama, the normalised value is rounded to the dtype
+/// of `x` before it is multiplied by the weight.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
+/// CPU.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Result<Tensor> {
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -120,7 +121,8 @@ impl CustomOp2 for RmsNorm {
         let y = with_element!(OP, dtype(x), T => {
             let x = T::widen(elements(OP, x, x_layout)?);
             let weight = T::widen(elements(OP, weight, weight_layout)?);
-            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty weight).
+            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty
+            // weight).
             let y = unsafe {
                 filled_by(x.len(), |out| {
                     let _ = self.scales.set(forward::<T>(&x, &weight, self.eps, out));

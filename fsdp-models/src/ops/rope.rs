@@ -11,13 +11,14 @@ use super::weight_grad::tensor;
 
 const OP: &str = "rope";
 
-/// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32
-/// `[t, head_dim / 2]` and get no gradient.
+/// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32 `[t,
+/// head_dim / 2]` and get no gradient.
 ///
 /// The pairs are those of Hugging Face's Llama: element `i` of a head goes with element `i + head_dim / 2`.
 ///
 /// # Errors
-/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is
+/// not on the CPU.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
     let [_, t, width] = *x.dims() else {
         bail!("{OP}: expected x of [b, t, heads * head_dim], got {:?}", x.dims());
@@ -76,8 +77,8 @@ fn turned(low: f32, high: f32, cos: f32, sin: f32) -> (f32, f32) {
     (low * cos - high * sin, high * cos + low * sin)
 }
 
-/// Turns rows of heads of `2 * half` elements where they are; `cos` and `sin` are those of the rows' positions, repeated as often as
-/// there are sequences.
+/// Turns rows of heads of `2 * half` elements where they are; `cos` and `sin` are those of the rows'
+/// positions, repeated as often as there are sequences.
 pub(super) fn rotate_in_place(
     x: &mut [f32],
     cos: &[f32],
@@ -144,7 +145,8 @@ impl Rope {
         let (_, half) = self.cos.dims2()?;
         with_elements(OP, &self.cos, |cos| {
             with_elements(OP, &self.sin, |sin| {
-                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles repeat for ever.
+                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles
+                // repeat for ever.
                 Ok(unsafe { filled_by(x.len(), |out| rotate(x, cos, sin, half, self.heads, turn, out)) })
             })
         })

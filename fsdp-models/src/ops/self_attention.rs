@@ -1,4 +1,5 @@
-//! Llama's attention with its projections as one op: one edge in the graph, no copy of a gradient between its steps.
+//! Llama's attention with its projections as one op: one edge in the graph, no copy of a gradient between its
+//! steps.
 
 use std::sync::OnceLock;
 
@@ -28,15 +29,16 @@ pub struct SelfAttentionWeights<'a> {
     pub o: (&'a Tensor, &'a GradSink),
 }
 
-/// `o(attention(rope(q(x)), rope(k(x)), v(x)))`: `x` is `[b, t, dim]`, `cos` and `sin` are f32 `[t, d / 2]`, the result is
-/// `[b, t, out]`.
+/// `o(attention(rope(q(x)), rope(k(x)), v(x)))`: `x` is `[b, t, dim]`, `cos` and `sin` are f32 `[t, d / 2]`,
+/// the result is `[b, t, out]`.
 ///
-/// The same values as [`linear`](super::linear()), [`rope`](super::rope()) and [`attention`](super::attention()) composed. Kept for backward: the
-/// rotated queries and keys, the values, the heads' outputs and the log-sum-exp of the scores.
+/// The same values as [`linear`](super::linear()), [`rope`](super::rope()) and
+/// [`attention`](super::attention()) composed. Kept for backward: the rotated queries and keys, the values,
+/// the heads' outputs and the log-sum-exp of the scores.
 ///
 /// # Errors
-/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32, bf16 or f16 (`cos` and `sin`: f32), or
-/// if a tensor is not on the CPU.
+/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,
+/// bf16 or f16 (`cos` and `sin`: f32), or if a tensor is not on the CPU.
 pub fn self_attention(
     x: &Tensor,
     weights: SelfAttentionWeights<'_>,

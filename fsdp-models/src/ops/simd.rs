@@ -1,15 +1,16 @@
 //! Plain loops compiled for the widest vectors of this machine, and the reductions over them.
 //!
-//! The compiler may not reorder a floating-point sum, so a reduction keeps `LANES` partial sums, combined in a fixed
-//! order at the end: vectorised, the same on every machine, and a function of the row alone.
+//! The compiler may not reorder a floating-point sum, so a reduction keeps `LANES` partial sums, combined in
+//! a fixed order at the end: vectorised, the same on every machine, and a function of the row alone.
 
 use std::mem::MaybeUninit;
 
-/// Partial results of a reduction: four 512-bit registers, enough to hide the latency of a fused multiply-add.
+/// Partial results of a reduction: four 512-bit registers, enough to hide the latency of a fused
+/// multiply-add.
 const LANES: usize = 64;
 
-/// Runs `f`, compiled for the instruction set that this machine has. `f` must be marked `#[inline(always)]`, as must
-/// all that it calls.
+/// Runs `f`, compiled for the instruction set that this machine has. `f` must be marked `#[inline(always)]`,
+/// as must all that it calls.
 #[inline(always)]
 pub(super) fn vectorise<R>(f: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(f)
@@ -27,7 +28,8 @@ pub(super) unsafe fn filled_by<T>(len: usize, fill: impl FnOnce(&mut [MaybeUnini
     values
 }
 
-/// Folds the columns of `rows`, all of one length, into lanes with `step`, and the lanes into one with `combine`.
+/// Folds the columns of `rows`, all of one length, into lanes with `step`, and the lanes into one with
+/// `combine`.
 #[inline(always)]
 fn reduce<const ROWS: usize>(
     rows: [&[f32]; ROWS],
