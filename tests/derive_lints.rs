@@ -61,7 +61,6 @@ fn strict_modules_are_usable() {
         weight: Param::new(1),
         inner: vec![[Empty, Empty]],
         next: None,
-        children: vec![],
         name: "name",
         label: String::new(),
         window: None,

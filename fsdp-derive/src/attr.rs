@@ -1,4 +1,4 @@
-//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for [`check`](crate::check).
+//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for `check`.
 
 use proc_macro2::{Delimiter, Span, TokenStream, TokenTree};
 use syn::ext::IdentExt;
@@ -96,10 +96,7 @@ impl StructAttrs {
         read_words(ctxt, attrs, STRUCT_WORDS, |word, meta| {
             match word {
                 "crate" => said.krate = Some(crate_path(meta)?),
-                _ => {
-                    said.bound =
-                        Some(parsed(&string(meta, "bound = \"T: FsdpUnit\"")?, Punctuated::parse_terminated)?)
-                }
+                _ => said.bound = Some(bound(meta)?),
             }
             Ok(())
         });
@@ -110,7 +107,8 @@ impl StructAttrs {
 /// A variant has nothing of its own to say.
 pub fn read_variant(ctxt: &Ctxt, attrs: &[Attribute]) {
     for attr in attrs.iter().filter(|attr| attr.path().is_ident("fsdp")) {
-        ctxt.error(attr.span(), "`#[fsdp(..)]` has no meaning on a variant: put it on the variant's fields");
+        let message = "`#[fsdp(..)]` has no meaning on a variant: put it on the variant's fields";
+        ctxt.push(Error::new_spanned(attr, message));
     }
 }
 
@@ -178,16 +176,17 @@ fn known_word(path: &Path, known: &'static [&'static str]) -> Result<&'static st
 
 /// A word that stands alone.
 fn flag(meta: &ParseNestedMeta) -> Result<()> {
-    if at_end(meta.input) {
+    if at_end(meta.input) || meta.input.peek(Ident::peek_any) {
         return Ok(());
     }
     let word = name(meta);
-    Err(Error::new(meta.input.span(), format!("`{word}` stands alone: write `{word}`")))
+    Err(Error::new(meta.input.span(), format!("`{word}` takes no value: write `{word}`")))
 }
 
 /// A word that stands alone or is given `true` or `false`.
 fn switch(meta: &ParseNestedMeta) -> Result<bool> {
-    if at_end(meta.input) {
+    // A word that follows without a comma is the list's mistake.
+    if at_end(meta.input) || meta.input.peek(Ident::peek_any) {
         return Ok(true);
     }
     let word = name(meta);
@@ -265,15 +264,19 @@ fn crate_path(meta: &ParseNestedMeta) -> Result<Path> {
     value(meta, expected)?;
     if meta.input.peek(LitStr) {
         let given: LitStr = meta.input.parse()?;
-        return parsed(&given, Path::parse_mod_style).map_err(|_| Error::new(given.span(), expected));
+        return given.parse_with(Path::parse_mod_style).map_err(|_| Error::new(given.span(), expected));
     }
     let span = meta.input.span();
     meta.input.call(Path::parse_mod_style).map_err(|_| Error::new(span, expected))
 }
 
-/// Parses the text of a string; errors point at the string.
-fn parsed<T>(text: &LitStr, parser: fn(ParseStream<'_>) -> Result<T>) -> Result<T> {
-    text.parse_with(parser).map_err(|error| Error::new(text.span(), error))
+fn bound(meta: &ParseNestedMeta) -> Result<Punctuated<WherePredicate, Token![,]>> {
+    let given = string(meta, "bound = \"T: FsdpUnit\"")?;
+    given.parse_with(Punctuated::parse_terminated).map_err(|error| {
+        let message =
+            format!("`bound` takes what may stand after `where`: `bound = \"T: FsdpUnit\"` ({error})");
+        Error::new(given.span(), message)
+    })
 }
 
 /// Moves past the `=` that must follow the word.

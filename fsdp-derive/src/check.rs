@@ -75,9 +75,9 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
 /// A field that is left out of the model may be of any type; a parameter or a module may not.
 fn field_type(ctxt: &Ctxt, field: &Field) {
     if matches!(field.role, Role::Walked)
-        && let Some((span, reason)) = types::refusal(&field.ty)
+        && let Some(refusal) = types::refusal(&field.ty)
     {
-        ctxt.error(span, reason);
+        ctxt.push(refusal);
     }
 }
 

@@ -1,8 +1,8 @@
 //! `#[derive(FsdpUnit)]`: writes the walk over a module's parameters, buffers and nested modules.
 //!
-//! A derive runs in four steps, one file each: [`attr`] reads the `#[fsdp(..)]` lists, [`model`] holds what the user said,
-//! [`check`] finds all that is wrong with it, [`expand`] writes the impl. [`types`] is what can be known of a type from its
-//! spelling, [`bound`] the where-clause of the impl, [`suggest`] the "did you mean", [`ctxt`] the errors found so far.
+//! A derive runs in four steps, one file each: `attr` reads the `#[fsdp(..)]` lists, `model` holds what the user said,
+//! `check` finds all that is wrong with it, `expand` writes the impl. `types` is what can be known of a type from its
+//! spelling, `bound` the where-clause of the impl, `suggest` the "did you mean", `ctxt` the errors found so far.
 
 mod attr;
 mod bound;

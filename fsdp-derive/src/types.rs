@@ -3,9 +3,8 @@
 //! Macros see names, not types, so each answer is chosen to be safe when the name is the user's own: a bound too many, a type
 //! check in the expansion, or an error that a longer path avoids. Never a parameter left out.
 
-use proc_macro2::{Span, TokenStream};
+use proc_macro2::TokenStream;
 use quote::{ToTokens, quote};
-use syn::spanned::Spanned;
 use syn::{GenericArgument, Path, PathArguments, PathSegment, Type};
 
 const PRIMITIVES: &[&str] = &[
@@ -93,8 +92,8 @@ pub fn walked_parts(ty: &Type) -> Vec<&Type> {
     }
 }
 
-/// Why a part of a walked type cannot hold parameters, and where it is.
-pub fn refusal(ty: &Type) -> Option<(Span, String)> {
+/// Why a part of a walked type cannot hold parameters.
+pub fn refusal(ty: &Type) -> Option<syn::Error> {
     let is_whole = |part: &Type| std::ptr::eq(part, peel(ty));
     walked_parts(ty).into_iter().find_map(|part| {
         let Type::Path(path) = part else { return None };
@@ -118,7 +117,7 @@ pub fn refusal(ty: &Type) -> Option<(Span, String)> {
             }
             _ => return None,
         };
-        Some((part.span(), format!("`{name}` {reason}")))
+        Some(syn::Error::new_spanned(part, format!("`{name}` {reason}")))
     })
 }
 
@@ -214,7 +213,7 @@ mod tests {
 
     #[test]
     fn refusals_spare_the_users_own_types() {
-        let reason = |ty: Type| refusal(&ty).map(|(_, reason)| reason);
+        let reason = |ty: Type| refusal(&ty).map(|error| error.to_string());
         assert!(reason(parse_quote!(Tensor)).unwrap().contains("#[fsdp(buffer)]"));
         assert!(!reason(parse_quote!(Vec<candle_core::Tensor>)).unwrap().contains("#[fsdp(buffer)]"));
         assert!(reason(parse_quote!(HashMap<String, L>)).unwrap().contains("BTreeMap"));

@@ -173,7 +173,8 @@ impl Launcher {
         self
     }
 
-    /// How long a rank waits for its peers in a collective, whatever the environment says.
+    /// How long a rank waits for its peers in a collective, whatever the environment says. A launch returns when all its
+    /// threads have ended: a rank that is late comes to know of the time-out at its next collective.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Launcher {
         self.timeout = Some(timeout);

@@ -3,6 +3,7 @@
 use fsdp_runtime::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
 use fsdp_runtime::spec::{Dtype, GroupKey, ParamSpec};
 use proptest::prelude::*;
+use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use serde_json::Value;
 
 fn recorded() -> Value {
@@ -259,26 +260,28 @@ fn the_rule_in_this_test_is_theirs() {
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
-
-    #[test]
-    fn random_groups(
-        shapes in prop::collection::vec(
-            prop_oneof![
-                2 => (1usize..300).prop_map(|n| vec![n]),
-                4 => (1usize..60, 1usize..60).prop_map(|(a, b)| vec![a, b]),
-                4 => (1usize..200, prop::sample::select(vec![16usize, 24, 32, 48, 64, 96, 172]))
-                    .prop_map(|(a, b)| vec![a, b]),
-            ],
-            1..12,
-        ),
-        ranks in 1usize..=64,
-    ) {
-        let layout = one_group(&shapes, ranks);
-        assert_no_row_cut(&layout, "random");
-        if let Some(theirs) = chunk_factor_size(&shapes, ranks) {
-            prop_assert!(size(&layout) <= theirs, "{} elements, theirs {theirs}", size(&layout));
-        }
-    }
+#[test]
+fn random_groups() {
+    let shape = prop_oneof![
+        2 => (1usize..300).prop_map(|n| vec![n]),
+        4 => (1usize..60, 1usize..60).prop_map(|(a, b)| vec![a, b]),
+        4 => (1usize..200, prop::sample::select(vec![16usize, 24, 32, 48, 64, 96, 172]))
+            .prop_map(|(a, b)| vec![a, b]),
+    ];
+    let groups = (prop::collection::vec(shape, 1..12), 1usize..=64);
+    // The same groups in every run: that a packing heuristic never loses is measured, not proven.
+    let mut runner = TestRunner::new_with_rng(
+        ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() },
+        TestRng::deterministic_rng(RngAlgorithm::ChaCha),
+    );
+    runner
+        .run(&groups, |(shapes, ranks)| {
+            let layout = one_group(&shapes, ranks);
+            assert_no_row_cut(&layout, "random");
+            if let Some(theirs) = chunk_factor_size(&shapes, ranks) {
+                prop_assert!(size(&layout) <= theirs, "{} elements, theirs {theirs}", size(&layout));
+            }
+            Ok(())
+        })
+        .unwrap();
 }

@@ -301,7 +301,7 @@ fn bad_values_show_what_is_allowed() {
                 a: P,
             }
         ),
-        "`skip` stands alone: write `skip`",
+        "`skip` takes no value: write `skip`",
     );
     assert_error(
         quote!(

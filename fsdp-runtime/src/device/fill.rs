@@ -15,42 +15,34 @@ pub enum Fill {
     Poison,
 }
 
-/// Fills the parts `ranges` of `slice`, in stream order.
+/// Fills `slice`, in stream order.
 ///
 /// The caller's stream order must make the stream the only one that uses these elements.
 ///
 /// # Errors
 /// Those of [`Stream::submit`].
-pub fn fill(
-    stream: &dyn Stream,
-    slice: &Slice,
-    ranges: Vec<std::ops::Range<usize>>,
-    value: Fill,
-) -> Result<(), CommError> {
-    if ranges.iter().all(|range| range.is_empty()) {
+pub fn fill(stream: &dyn Stream, slice: &Slice, value: Fill) -> Result<(), CommError> {
+    if slice.is_empty() {
         return Ok(());
     }
     let slice = slice.clone();
     stream.submit(Box::new(move || {
-        for range in ranges {
-            let part = slice.range(range);
-            match part.dtype() {
-                Dtype::F32 => fill_part(&part, value, 0f32, f32::NAN),
-                Dtype::BF16 => fill_part(&part, value, bf16::ZERO, bf16::NAN),
-                Dtype::F16 => fill_part(&part, value, f16::ZERO, f16::NAN),
-            }
+        match slice.dtype() {
+            Dtype::F32 => fill_all(&slice, value, 0f32, f32::NAN),
+            Dtype::BF16 => fill_all(&slice, value, bf16::ZERO, bf16::NAN),
+            Dtype::F16 => fill_all(&slice, value, f16::ZERO, f16::NAN),
         }
         Ok(())
     }))
 }
 
-fn fill_part<T: Element>(part: &Slice, value: Fill, zero: T, poison: T) {
+fn fill_all<T: Element>(slice: &Slice, value: Fill, zero: T, poison: T) {
     let value = match value {
         Fill::Zero => zero,
         Fill::Poison => poison,
     };
     // SAFETY: by the contract of `fill` the stream that runs this is the only user of these elements.
-    unsafe { part.as_mut_slice::<T>() }.fill(value);
+    unsafe { slice.as_mut_slice::<T>() }.fill(value);
 }
 
 /// `to = from`, element by element, rounding to nearest even, in stream order; the lengths must be equal.
@@ -66,8 +58,8 @@ pub fn cast(stream: &dyn Stream, from: &Slice, to: &Slice) -> Result<(), CommErr
     assert_eq!(from.len(), to.len(), "cast between buffers of different lengths");
     let (from, to) = (from.clone(), to.clone());
     stream.submit(Box::new(move || {
-        // SAFETY (all three reads): by the contract of `cast` no one writes `from` meanwhile.
         match from.dtype() {
+            // SAFETY: by the contract of `cast` no one writes `from` meanwhile.
             Dtype::F32 => write(&to, unsafe { from.as_slice::<f32>() }.iter().copied()),
             // SAFETY: as above.
             Dtype::BF16 => write(&to, unsafe { from.as_slice::<bf16>() }.iter().map(|x| x.to_f32())),
@@ -82,8 +74,8 @@ fn write(to: &Slice, values: impl Iterator<Item = f32>) {
     fn store<T>(to: &mut [T], values: impl Iterator<Item = f32>, convert: impl Fn(f32) -> T) {
         to.iter_mut().zip(values).for_each(|(to, value)| *to = convert(value));
     }
-    // SAFETY (all three writes): by the contract of `cast` this stream is the only user of `to`.
     match to.dtype() {
+        // SAFETY: by the contract of `cast` this stream is the only user of `to`.
         Dtype::F32 => store(unsafe { to.as_mut_slice::<f32>() }, values, |x| x),
         // SAFETY: as above.
         Dtype::BF16 => store(unsafe { to.as_mut_slice::<bf16>() }, values, bf16::from_f32),

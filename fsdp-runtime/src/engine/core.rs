@@ -315,7 +315,7 @@ impl Engine {
             let closed = self.slots[param].sink.close();
             state.received[param] |= closed.touched;
             if let Some(slice) = closed.unwritten {
-                fill(&*self.streams.compute, &slice, vec![0..slice.len()], Fill::Zero)?;
+                fill(&*self.streams.compute, &slice, Fill::Zero)?;
             }
         }
         let moment = Moment { phase: Phase::Backward, step: state.step };

@@ -18,10 +18,15 @@ use crate::trace;
 /// A model whose parameters, gradients and optimizer state are sharded over the ranks of a mesh.
 ///
 /// Unless a method says otherwise, every rank must call it, in the same order.
-#[derive(Debug)]
 pub struct Fsdp<M> {
     module: M,
     engine: Arc<Engine>,
+}
+
+impl<M> std::fmt::Debug for Fsdp<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Fsdp<{}>({:?})", std::any::type_name::<M>(), self.engine)
+    }
 }
 
 impl std::fmt::Debug for Engine {

@@ -104,9 +104,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     .iter()
                     .map(|state| state.range(begin - extent.start..end - extent.start))
                     .collect();
-                // SAFETY (all three): reductions are done and no weights are gathered (`finish_grad_sync`), so this thread is
-                // the only user of the shards; weights, gradients and states are different buffers.
                 let mut segment = Segment {
+                    // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this thread is
+                    // the only user of the shards; weights, gradients and states are different buffers.
                     weights: unsafe { part.as_mut_slice::<f32>() },
                     // SAFETY: as above.
                     grads: unsafe { grad.as_slice::<f32>() },

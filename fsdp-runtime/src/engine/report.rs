@@ -41,7 +41,7 @@ pub struct MemoryReport {
 /// Traffic of one kind of collective.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TrafficReport {
-    /// `all_gather`, `reduce_scatter`, ...
+    /// `all-gather`, `reduce-scatter`, ...
     pub operation: &'static str,
     /// Launches and bytes.
     #[serde(flatten)]

@@ -74,8 +74,8 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let tracer = Tracer::new(config.trace);
     let streams = Streams {
         compute: cpu::ComputeStream::new("compute"),
-        gather: cpu::CpuStream::spawn(&format!("rank{rank}/all-gather")),
-        reduce: cpu::CpuStream::spawn(&format!("rank{rank}/reduce")),
+        gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
+        reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
     };
     let groups: Vec<GroupBuffers> = layout
         .buckets

@@ -39,15 +39,16 @@ impl GradSink {
     /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for tests of ops.
     #[doc(hidden)]
     pub fn open_for_test(numel: usize) -> (Self, impl Fn() -> Vec<f32>) {
-        let slice = Slice::zeros(crate::spec::Dtype::F32, numel, None);
+        let slice = Slice::zeros(Dtype::F32, numel, None);
         // SAFETY: the buffer was made above and is shared with no one yet.
         unsafe { slice.as_mut_slice::<f32>() }.fill(f32::NAN);
         let sink = Self::closed();
         sink.open(slice.clone(), false);
         let lock = sink.0.clone();
-        // SAFETY: writers hold the lock.
         let read = move || {
-            lock.lock().as_ref().map(|_| unsafe { slice.as_slice::<f32>() }.to_vec()).unwrap_or_default()
+            let _writers_wait = lock.lock();
+            // SAFETY: writers hold the lock.
+            unsafe { slice.as_slice::<f32>() }.to_vec()
         };
         (sink, read)
     }
@@ -102,15 +103,15 @@ impl GradSink {
         let start = layout.start_offset();
         let values = &storage.as_slice::<f32>()?[start..start + open.slice.len()];
         let add = open.written;
-        // SAFETY (all three): as in `accumulate_f32`.
         match open.slice.dtype() {
+            // SAFETY: as in `accumulate_f32`.
             Dtype::F32 => store(unsafe { open.slice.as_mut_slice::<f32>() }, values, add, |x| x, |x| x),
-            // SAFETY: as above.
             Dtype::BF16 => {
+                // SAFETY: as above.
                 store(unsafe { open.slice.as_mut_slice() }, values, add, bf16::to_f32, bf16::from_f32)
             }
-            // SAFETY: as above.
             Dtype::F16 => {
+                // SAFETY: as above.
                 store(unsafe { open.slice.as_mut_slice() }, values, add, f16::to_f32, f16::from_f32)
             }
         }

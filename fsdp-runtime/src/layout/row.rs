@@ -118,30 +118,42 @@ fn shortest(
     multiple: usize,
     limit: usize,
 ) -> Option<Placement> {
-    let mut shard = numel.div_ceil(ranks).checked_next_multiple_of(multiple)?;
+    // A shard shorter than a row would cut it.
+    let longest_row = orders[0].iter().map(|item| item.row).max()?;
+    let mut shard = numel.div_ceil(ranks).max(longest_row).checked_next_multiple_of(multiple)?;
     for _ in 0..TRIES {
         let size = shard.checked_mul(ranks).filter(|&size| size <= limit.min(MAX_ELEMENTS))?;
-        let mut shortest_end = usize::MAX;
-        for order in orders {
-            let Some((items, end)) = pack(order, shard) else { continue };
+        let mut shortest_end: Option<usize> = None;
+        for (order, pick) in
+            orders.iter().flat_map(|order| [(order, Pick::SmallestGap), (order, Pick::First)])
+        {
+            let Some((items, end)) = pack(order, shard, pick) else { continue };
             if end <= size {
                 return Some(Placement { items, size });
             }
-            shortest_end = shortest_end.min(end);
+            shortest_end = Some(shortest_end.map_or(end, |known| known.min(end)));
         }
-        if shortest_end == usize::MAX {
-            return None;
-        }
+        // No order fits: a row that does not divide this multiple meets two boundaries. A wider multiple will have it.
+        let overshoot = shortest_end? - size;
         // Less may do than what this packing overshot: go an eighth of the way, by one multiple at least.
-        let target = size + (shortest_end - size) / 8;
+        let target = size + overshoot / 8;
         shard = target.div_ceil(ranks).max(shard + 1).checked_next_multiple_of(multiple)?;
     }
     None
 }
 
-/// At the end always the item that leaves the smallest gap there, the first in `order` of those; what fits the gap goes into
-/// it at once. Returns the items by start, and the end.
-fn pack(order: &[Item], shard: usize) -> Option<(Vec<Item>, usize)> {
+/// Which item goes to the end next.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pick {
+    /// The one that leaves the smallest gap there, the first in order of those.
+    SmallestGap,
+    /// The first in order: small ones stay for the gaps.
+    First,
+}
+
+/// Items to the end one after another; what fits the gap that one leaves goes into it at once. Returns the items by start,
+/// and the end.
+fn pack(order: &[Item], shard: usize, pick: Pick) -> Option<(Vec<Item>, usize)> {
     let mut left = order.to_vec();
     let mut placed = Vec::with_capacity(order.len());
     let mut end = 0;
@@ -152,7 +164,7 @@ fn pack(order: &[Item], shard: usize) -> Option<(Vec<Item>, usize)> {
             if nearest.is_none_or(|(_, known)| start < known) {
                 nearest = Some((index, start));
             }
-            if start == end {
+            if start == end || pick == Pick::First {
                 break;
             }
         }

@@ -289,7 +289,7 @@ impl AllGatherPipeline {
         }
         if self.options.poison {
             for slice in full {
-                fill(&*self.streams.compute, &slice, vec![0..slice.len()], Fill::Poison)?;
+                fill(&*self.streams.compute, &slice, Fill::Poison)?;
             }
         }
         self.pool.release(slot, self.streams.compute.record());

@@ -113,9 +113,11 @@ impl GradReducePipeline {
             if fresh {
                 let compute = &*self.streams.compute;
                 if self.options.poison {
-                    fill(compute, &bucket, vec![0..bucket.len()], Fill::Poison)?;
+                    fill(compute, &bucket, Fill::Poison)?;
                 }
-                fill(compute, &bucket, groups[group].layout.pads().collect(), Fill::Zero)?;
+                for pad in groups[group].layout.pads() {
+                    fill(compute, &bucket.range(pad), Fill::Zero)?;
+                }
             }
             targets.push(GradTarget { group, bucket, fresh });
         }

@@ -1,8 +1,8 @@
 //! Ranks are threads of this process.
 //!
 //! A collective moves no byte through a staging buffer: when all ranks have met, each one does its own part at the same
-//! time as the others, reading the slices of its peers where they are ([`rendezvous`] says why that is sound). Sums are
-//! taken in rank order, so that every run gives the same bits.
+//! time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why that is sound). Sums
+//! are taken in rank order, so that every run gives the same bits.
 
 mod call;
 mod reduce;

@@ -1,11 +1,11 @@
 use fsdp::Scope;
 
-struct Cache<'a> {
-    scope: Option<&'a Scope<'a>>,
+struct Cache {
+    scope: Option<Scope<'static>>,
 }
 
-fn forward<'a>(cache: &mut Cache<'a>, scope: &Scope<'_>) {
-    cache.scope = Some(scope);
+fn forward(cache: &mut Cache, scope: &Scope<'_>) {
+    cache.scope = Some(*scope);
 }
 
 fn main() {}

@@ -1,0 +1,218 @@
+//! Errors, not hangs: on every rank, naming unit, operation and ranks.
+
+use std::time::Duration;
+
+use candle_core::{Result, Tensor};
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, Two, config, dot, full, gradients, launcher, named, on_ranks, weights};
+
+#[test]
+fn ranks_with_different_models_learn_it_when_they_shard() {
+    #[derive(FsdpUnit)]
+    struct Fields<const SWAPPED: bool> {
+        units: Vec<Unit<Dot>>,
+    }
+    for (mine, other) in [((8, "f32"), (10, "f32")), ((8, "bf16"), (8, "f32"))] {
+        on_ranks(2, |world| {
+            let (n, dtype) = if world.rank() == 0 { mine } else { other };
+            let precision = MixedPrecision { param: dtype.parse().unwrap(), reduce: Dtype::F32 };
+            let config = FsdpConfig { precision, ..FsdpConfig::default() };
+            let model = Fields::<true> { units: vec![Dot::zeros(3), Dot::zeros(n)] };
+            let error = model.fully_shard_with(&world.data_parallel_mesh(), &config).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("rank 0") && text.contains("rank 1"), "{text}");
+            let differs =
+                if mine.1 == other.1 { ["units.1.w", "8", "10"] } else { ["units.0.w", "bf16", "f32"] };
+            for part in differs {
+                assert!(text.contains(part), "{part} in {text}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn ranks_with_different_settings_learn_it_too() {
+    on_ranks(2, |world| {
+        let strategy = Strategy::ALL[2 + world.rank()];
+        let error = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("optim-grads") && text.contains("optim-grads-params"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_call_units_differently_are_told_apart() {
+    let error = launcher(2)
+        .run(|world| -> fsdp::Result<()> {
+            let model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
+            let _: Tensor = model.evaluate(&(world.rank() == 0, true, full(3, 1.0)))?;
+            let _: Tensor = model.evaluate(&(true, true, full(3, 1.0)))?;
+            Ok(())
+        })
+        .unwrap_err()
+        .to_string();
+    for part in ["all-gather", "`a`", "`b`", "forward", "rank 0", "rank 1"] {
+        assert!(error.contains(part), "{part} in {error}");
+    }
+}
+
+/// Fails or panics in its forward when told to.
+#[derive(FsdpUnit)]
+struct Bomb {
+    w: Param,
+}
+
+impl Forward<Option<String>> for Bomb {
+    fn forward(&self, x: &Tensor, bomb: &Option<String>, scope: &Scope<'_>) -> Result<Tensor> {
+        match bomb.as_deref() {
+            Some("panic") => panic!("boom"),
+            Some("error") => candle_core::bail!("bang"),
+            Some("sleep") => std::thread::sleep(Duration::from_secs(4)),
+            _ => {}
+        }
+        x * self.w.tensor(scope)?
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Minefield {
+    blocks: Vec<Unit<Bomb>>,
+}
+
+impl Forward<(), (Tensor, Option<String>)> for Minefield {
+    fn forward(&self, (x, bomb): &(Tensor, Option<String>), _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let mut x = x.clone();
+        for (index, block) in self.blocks.iter().enumerate() {
+            let bomb = if index == 1 { bomb.clone() } else { None };
+            x = block.forward(&x, &bomb, scope)?;
+        }
+        x.sum_all()
+    }
+}
+
+fn minefield() -> Minefield {
+    Minefield { blocks: (0..4).map(|_| Unit::new(Bomb { w: Param::new(3) })).collect() }
+}
+
+/// Each rank's error text when rank 1 meets `bomb` in step 3.
+fn explode(bomb: &str, timeout: Duration) -> (Vec<Option<String>>, String) {
+    let texts = std::sync::Mutex::new(vec![None; 3]);
+    let outcome = launcher(3).timeout(timeout).run(|world| -> fsdp::Result<()> {
+        let mut model = minefield().fully_shard(&world.data_parallel_mesh())?;
+        let mut optimizer = model.optimizer(Sgd::default())?;
+        for step in 0..6 {
+            let armed = (step == 3 && world.rank() == 1).then(|| bomb.to_string());
+            let mut train = || -> fsdp::Result<()> {
+                let loss: Tensor = model.forward(&(full(3, 1.0), armed.clone()))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)
+            };
+            if let Err(error) = train() {
+                texts.lock().unwrap()[world.rank()] = Some(error.to_string());
+                return Err(error);
+            }
+        }
+        Ok(())
+    });
+    let outcome = outcome.unwrap_err().to_string();
+    (texts.into_inner().unwrap(), outcome)
+}
+
+#[test]
+fn a_panic_on_one_rank_is_an_error_on_the_others() {
+    let (texts, outcome) = explode("panic", Duration::from_secs(10));
+    assert!(outcome.starts_with("rank 1 panicked: boom"), "{outcome}");
+    for rank in [0, 2] {
+        let text = texts[rank].as_ref().unwrap();
+        assert!(text.contains("rank 1") && text.contains("boom"), "{text}");
+    }
+}
+
+#[test]
+fn an_error_on_one_rank_is_an_error_on_the_others() {
+    let (texts, outcome) = explode("error", Duration::from_secs(10));
+    assert!(outcome.starts_with("rank 1 failed: bang"), "{outcome}");
+    for rank in [0, 2] {
+        let text = texts[rank].as_ref().unwrap();
+        assert!(text.contains("rank 1") && text.contains("bang"), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_late_is_missed_by_name() {
+    let (texts, _) = explode("sleep", Duration::from_secs(1));
+    let text = texts[0].as_ref().unwrap();
+    for part in ["blocks.", "forward", "step 3", "missing", "1", "all-gather"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert!(texts[1].is_some() && texts[2].is_some());
+}
+
+#[test]
+fn after_an_error_on_all_ranks_the_model_is_usable_again() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let model = minefield().fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let armed = (full(3, 1.0), Some("error".to_string()));
+            let error = Fsdp::forward::<_, Tensor>(&model, &armed).unwrap_err().to_string();
+            assert!(error.contains("bang"), "{error}");
+            model.reset_step()?;
+            let loss: Tensor = model.forward(&(full(3, 1.0), None))?;
+            model.backward(&loss)?;
+            assert_eq!(gradients(&model)?.len(), 4);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_mesh_that_does_not_fit_shows_the_numbers() {
+    on_ranks(4, |world| {
+        let error = world.mesh(&[("dp_outer", 3), ("dp_shard", 2)]).unwrap_err().to_string();
+        for part in ["3", "2", "6", "4"] {
+            assert!(error.contains(part), "{part} in {error}");
+        }
+        let mesh = world.mesh(&[("dp_outer", 2), ("dp_shard", 2)]).unwrap();
+        let error = dot(3).fully_shard(&mesh).unwrap_err().to_string();
+        assert!(error.contains("dp_outer") && error.contains('2'), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_value_that_is_not_finite_is_traced_to_its_unit() {
+    on_ranks(2, |world| {
+        let config = FsdpConfig { check_finite: true, ..config(Strategy::default()) };
+        let model = Dots { units: vec![Dot::with(3, 1.0), Dot::with(3, 1.0)] };
+        let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let error = Fsdp::forward::<_, Tensor>(&model, &vec![full(3, 1.0), full(3, f32::NAN)]).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("`units.1`") && text.contains("forward") && text.contains("step 0"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn loading_weights_reaches_every_element_once() {
+    for strategy in Strategy::ALL {
+        on_ranks(3, |world| {
+            let model = Dots { units: vec![Dot::zeros(7), Dot::zeros(100)] };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let _: Tensor = model.evaluate(&vec![full(7, 1.0), full(100, 1.0)])?;
+            model.load_weights(|spec, range, out| {
+                assert!(range.end <= spec.numel());
+                out.iter_mut().zip(range).for_each(|(value, index)| *value = index as f32);
+                Ok(())
+            })?;
+            let counting = |n: usize| (0..n).map(|i| i as f32).collect::<Vec<_>>();
+            let expected = named(&[("units.0.w", &counting(7)), ("units.1.w", &counting(100))]);
+            assert_eq!(weights(&model)?, expected, "{strategy}");
+            let loss: Tensor = model.evaluate(&vec![full(7, 1.0), full(100, 1.0)])?;
+            assert_eq!(loss.to_scalar::<f32>()?, 21.0 + 4950.0, "{strategy}");
+            Ok(())
+        });
+    }
+}

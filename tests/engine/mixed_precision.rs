@@ -1,0 +1,116 @@
+//! 16-bit weights with FP32 main weights, and FP32 reduction.
+
+use candle_core::{DType, Result, Tensor};
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, config, full, gradients, named, on_ranks, weights};
+
+#[test]
+fn sixteen_bit_gradients_are_summed_in_f32() {
+    for strategy in Strategy::ALL {
+        on_ranks(8, |world| {
+            let config = FsdpConfig { precision: MixedPrecision::BF16, ..config(strategy) };
+            let model = Dots { units: vec![Dot::zeros(1)] };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let x = if world.rank() == 0 { 256.0 } else { 1.0 };
+            let loss: Tensor = model.forward(&vec![full(1, x)])?;
+            model.backward(&loss)?;
+            assert_eq!(gradients(&model)?, named(&[("units.0.w", &[32.875])]), "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn gradients_may_travel_in_sixteen_bits() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let precision = MixedPrecision { param: Dtype::F32, reduce: Dtype::BF16 };
+            let config = FsdpConfig { precision, ..config(strategy) };
+            let model = Dots { units: (0..3).map(|_| Dot::zeros(5)).collect() };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            for _ in 0..2 {
+                for last in [false, true] {
+                    model.set_is_last_microbatch(last);
+                    // 256 is a bf16, 257 is not; 258 is.
+                    let x = if world.rank() == 0 { 256.0 } else { 2.0 };
+                    let loss: Tensor = model.forward(&vec![full(5, x); 3])?;
+                    model.backward(&loss)?;
+                }
+                for (_, gradient) in gradients(&model)? {
+                    assert_eq!(gradient, [258.0; 5], "{strategy}");
+                }
+                optimizer.step(&mut model)?;
+            }
+            assert_eq!(weights(&model)?[0].1, [-516.0; 5]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn main_weights_keep_what_sixteen_bits_lose() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let config = FsdpConfig { precision: MixedPrecision::BF16, ..config(strategy) };
+            let model = Dots { units: vec![Dot::with(3, 1.0)] };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let loss: Tensor = model.forward(&vec![full(3, 2f32.powi(-9))])?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            assert_eq!(weights(&model)?[0].1[0].to_bits(), 0x3F7F_8000, "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+/// A 16-bit base with an FP32 adapter in one unit.
+#[derive(FsdpUnit)]
+struct Mixed {
+    #[fsdp(frozen, dtype = "bf16")]
+    base: Param,
+    #[fsdp(dtype = "f32")]
+    lora: Param,
+}
+
+impl Forward for Mixed {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let base = self.base.tensor(scope)?;
+        assert_eq!(base.dtype(), DType::BF16);
+        x.matmul(&base.to_dtype(DType::F32)?)?.matmul(&self.lora.tensor(scope)?)
+    }
+}
+
+#[derive(FsdpUnit)]
+struct MixedModel {
+    unit: Unit<Mixed>,
+}
+
+impl Forward for MixedModel {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.unit.forward(x, &(), scope)?.sum_all()
+    }
+}
+
+#[test]
+fn a_unit_may_hold_several_dtypes() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let unit = Unit::new(Mixed { base: Param::new((4, 4)), lora: Param::new((4, 2)) });
+            let mut model =
+                MixedModel { unit }.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(AdamW::default())?;
+            let before = weights(&model)?;
+            let x = full(16, 1.0).reshape((4, 4))?;
+            let loss: Tensor = model.forward(&x)?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            let after = weights(&model)?;
+            assert_eq!(before[0], after[0]);
+            assert_ne!(before[1], after[1]);
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,109 @@
+//! The optimizer's state: inert at birth, sharded, tied to its model.
+
+use candle_core::Tensor;
+use fsdp::memory::Category;
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, config, dot, full, on_ranks, weights};
+
+fn one_dot(value: f32) -> Dots {
+    Dots { units: vec![Dot::with(4, value)] }
+}
+
+#[test]
+fn making_state_is_inert() {
+    for strategy in Strategy::ALL {
+        for (decay, expected) in [(0.0, 1e-3f32), (0.1, 1.1e-3)] {
+            on_ranks(2, |world| {
+                let mut model =
+                    one_dot(1.0).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+                let mut optimizer = model.optimizer(AdamW::default().lr(1e-3).weight_decay(decay))?;
+                assert_eq!((optimizer.steps(), weights(&model)?[0].1.clone()), (0, vec![1.0; 4]));
+                let loss: Tensor = model.forward(&vec![full(4, 2.0)])?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+                assert_eq!(optimizer.steps(), 1);
+                let change = 1.0 - weights(&model)?[0].1[0];
+                assert!((change / expected - 1.0).abs() < 1e-4, "{change}");
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_made_at_any_time_trains() {
+    on_ranks(2, |world| {
+        let mut model = dot(3).fully_shard(&world.data_parallel_mesh())?;
+        let _: Tensor = model.evaluate(&vec![full(3, 1.0)])?;
+        let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+        let loss: Tensor = model.forward(&vec![full(3, 1.0)])?;
+        model.backward(&loss)?;
+        optimizer.step(&mut model)?;
+        assert_eq!(weights(&model)?[0].1, [-1.0; 3]);
+        Ok(())
+    });
+}
+
+#[test]
+fn an_optimizer_of_another_model_is_refused() {
+    on_ranks(1, |world| {
+        let mesh = world.data_parallel_mesh();
+        let mut optimizer = dot(3).fully_shard(&mesh)?.optimizer(Sgd::default())?;
+        let error = optimizer.step(&mut dot(3).fully_shard(&mesh)?).unwrap_err().to_string();
+        assert!(error.contains("another model"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn settings_out_of_range_are_named() {
+    on_ranks(1, |world| {
+        let model = dot(3).fully_shard(&world.data_parallel_mesh())?;
+        let error = model.optimizer(AdamW::default().betas(1.5, 0.9)).unwrap_err().to_string();
+        assert!(error.contains("1.5"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn state_is_allocated_for_the_shard() {
+    on_ranks(4, |world| {
+        let model = dot(1_000_000).fully_shard(&world.data_parallel_mesh())?;
+        let optimizer = model.optimizer(AdamW::default())?;
+        let state =
+            model.memory(2).into_iter().find(|m| m.usage.category == Category::OptimizerState).unwrap();
+        // 250,000 elements are whole cache lines already.
+        assert_eq!((state.usage.current, state.formula), (2_000_000, 2_000_000));
+        drop(optimizer);
+        Ok(())
+    });
+}
+
+#[test]
+fn the_first_forward_after_a_step_sees_the_new_weights() {
+    for strategy in Strategy::ALL {
+        for precision in [MixedPrecision::default(), MixedPrecision::BF16] {
+            on_ranks(2, |world| {
+                let config = FsdpConfig { precision, prefetch: 2, ..config(strategy) };
+                let model = Dots { units: (0..3).map(|_| Dot::with(1, 1.0)).collect() };
+                let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+                for expected in [3.0, 6.0, 9.0] {
+                    for _ in 0..2 {
+                        let loss: Tensor = model.evaluate(&vec![full(1, 1.0); 3])?;
+                        assert_eq!(loss.to_scalar::<f32>()?, expected, "{strategy}");
+                    }
+                    for last in [false, true] {
+                        model.set_is_last_microbatch(last);
+                        let loss: Tensor = model.forward(&vec![full(1, -0.5); 3])?;
+                        assert_eq!(loss.to_scalar::<f32>()?, -expected / 2.0, "{strategy}");
+                        model.backward(&loss)?;
+                    }
+                    optimizer.step(&mut model)?;
+                }
+                Ok(())
+            });
+        }
+    }
+}
