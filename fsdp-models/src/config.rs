@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use fsdp::Init;
 use serde::{Deserialize, Serialize};
 
 use crate::error::FileError;
@@ -33,6 +34,8 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// Longest sequence.
     pub max_position_embeddings: usize,
+    /// Standard deviation of the initial weights.
+    pub initializer_range: f64,
     /// Width of a head where it is not `hidden_size / num_attention_heads`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
@@ -54,6 +57,7 @@ struct ConfigJson {
     #[serde(default)]
     tie_word_embeddings: bool,
     max_position_embeddings: Option<usize>,
+    initializer_range: Option<f64>,
     head_dim: Option<usize>,
 }
 
@@ -76,6 +80,7 @@ impl From<ConfigJson> for LlamaConfig {
             rope_theta: json.rope_theta.or(nested_theta).unwrap_or(10_000.0),
             tie_word_embeddings: json.tie_word_embeddings,
             max_position_embeddings: json.max_position_embeddings.unwrap_or(2048),
+            initializer_range: json.initializer_range.unwrap_or(0.02),
             head_dim: json.head_dim,
         }
     }
@@ -99,6 +104,11 @@ impl LlamaConfig {
     /// Width of an attention head. The configuration must be valid.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or_else(|| self.hidden_size.checked_div(self.num_attention_heads).unwrap_or(0))
+    }
+
+    /// How weight matrices start.
+    pub fn init(&self) -> Init {
+        Init::Normal { mean: 0.0, std: self.initializer_range as f32 }
     }
 
     /// Checks that such a model can be built.
@@ -131,7 +141,11 @@ impl LlamaConfig {
         if !self.head_dim().is_multiple_of(2) {
             return Err(ConfigError::OddHeadDim { head_dim: self.head_dim() });
         }
-        for (field, value) in [("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)] {
+        for (field, value) in [
+            ("rms_norm_eps", self.rms_norm_eps),
+            ("rope_theta", self.rope_theta),
+            ("initializer_range", self.initializer_range),
+        ] {
             if !(value.is_finite() && value > 0.0) {
                 return Err(ConfigError::NotPositive { field, value });
             }
@@ -261,6 +275,7 @@ mod tests {
             rope_theta: 10_000.0,
             tie_word_embeddings: false,
             max_position_embeddings: 64,
+            initializer_range: 0.02,
             head_dim: None,
         }
     }
@@ -295,6 +310,7 @@ mod tests {
             rope_theta: 100_000.0,
             tie_word_embeddings: true,
             max_position_embeddings: 8192,
+            initializer_range: 0.02,
             head_dim: None,
         };
         assert_eq!(config, expected);

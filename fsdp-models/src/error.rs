@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{config::ConfigError, data::DataError, trainer::plot::PlotError, weights::WeightsError};
+use crate::{
+    config::ConfigError, data::DataError, trainer::TrainError, trainer::plot::PlotError,
+    weights::WeightsError,
+};
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -25,6 +28,12 @@ pub enum Error {
     /// A chart.
     #[error(transparent)]
     Plot(#[from] PlotError),
+    /// A training run.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// The sharded model.
+    #[error(transparent)]
+    Fsdp(#[from] fsdp::Error),
     /// A tensor operation.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),

@@ -3,6 +3,8 @@
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod layers;
+pub mod llama;
 pub mod ops;
 pub mod trainer;
 pub mod weights;
@@ -12,3 +14,4 @@ mod atomic_file;
 pub use atomic_file::AtomicFile;
 pub use config::LlamaConfig;
 pub use error::{Error, FileError, Result};
+pub use llama::Llama;

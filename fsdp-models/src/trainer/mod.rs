@@ -1,7 +1,13 @@
-//! What surrounds a training loop: metrics, curves, progress and tables.
+//! Training a Llama: the loop, and what surrounds it: options, metrics, curves, progress and tables.
 
 pub mod metrics;
+mod options;
 pub mod plot;
 pub mod progress;
 pub mod quantity;
+pub mod report;
 pub mod table;
+mod train;
+
+pub use options::{TrainError, TrainOptions};
+pub use train::{Outputs, TrainSummary, shard, train};

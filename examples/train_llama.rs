@@ -1,0 +1,343 @@
+//! Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
+//!
+//! `cargo run --release --example train_llama` trains a small one on this repository's own sources and docs for about a minute;
+//! `--help` tells what else it can do.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Mutex;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, ValueEnum};
+use fsdp::launch::{LaunchError, Launcher};
+use fsdp::prelude::*;
+use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
+use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
+use fsdp_models::trainer::progress::Progress;
+use fsdp_models::trainer::{Outputs, TrainOptions, TrainSummary, plot, quantity, report, shard, train};
+use fsdp_models::weights::{StoredDtype, TensorFile, TensorFileWriter};
+use fsdp_models::{AtomicFile, Llama, LlamaConfig, ops};
+
+/// Sequences of a step, and tokens of each, where neither an option nor a token file says.
+const DEFAULT_BATCH: usize = 16;
+const DEFAULT_SEQ: usize = 128;
+
+/// Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
+#[derive(Parser)]
+#[command(about, max_term_width = 110)]
+struct Options {
+    #[command(flatten)]
+    model: ModelOptions,
+    #[command(flatten)]
+    sharding: ShardingOptions,
+    #[command(flatten)]
+    training: TrainingOptions,
+    #[command(flatten)]
+    files: Files,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Model")]
+struct ModelOptions {
+    /// Width of the residual stream
+    #[arg(long, default_value_t = 192)]
+    dim: usize,
+    /// Number of decoder blocks
+    #[arg(long, default_value_t = 4)]
+    layers: usize,
+    /// Query heads
+    #[arg(long, default_value_t = 4)]
+    heads: usize,
+    /// Key and value heads
+    #[arg(long, default_value_t = 2)]
+    kv_heads: usize,
+    /// Width of the feed-forward layer
+    #[arg(long, default_value_t = 512)]
+    ffn: usize,
+    /// Token ids; text is bytes and needs 256
+    #[arg(long, default_value_t = 256)]
+    vocab: usize,
+    /// The output projection is the embedding
+    #[arg(long)]
+    tied: bool,
+    /// Standard deviation of the initial weights
+    #[arg(long, default_value_t = 0.02)]
+    init_std: f64,
+    /// Take the model's sizes from a Hugging Face `config.json`
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["dim", "layers", "heads", "kv_heads", "ffn", "vocab", "tied", "init_std"]
+    )]
+    config: Option<PathBuf>,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Sharding")]
+struct ShardingOptions {
+    /// Number of ranks, each a thread
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// What is sharded: no-shard, optim, optim-grads or optim-grads-params
+    #[arg(long, default_value_t)]
+    strategy: Strategy,
+    /// Where shard boundaries may fall
+    #[arg(long, value_enum, default_value_t)]
+    alignment: Alignment,
+    /// Run the forward of each block again in the backward instead of keeping its activations
+    #[arg(long)]
+    recompute: bool,
+    /// Allocate gathered weights and unreduced gradients as needed instead of keeping two buffers of each
+    #[arg(long)]
+    no_double_buffer: bool,
+    /// Dtype of weights and activations: f32 or bf16
+    #[arg(long, default_value_t = Dtype::F32)]
+    param_dtype: Dtype,
+    /// Dtype in which gradients travel: f32, bf16 or f16
+    #[arg(long, default_value_t = Dtype::F32)]
+    reduce_dtype: Dtype,
+    /// Threads of each rank's matrix products
+    #[arg(long, default_value_t = 1)]
+    threads_per_rank: usize,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Training")]
+struct TrainingOptions {
+    /// Optimizer steps
+    #[arg(long, default_value_t = 200)]
+    steps: usize,
+    /// Sequences of a step, all ranks and microbatches together; those of the file with --tokens
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Tokens of a sequence; those of the file with --tokens
+    #[arg(long)]
+    seq: Option<usize>,
+    /// Parts into which each rank cuts its sequences; their gradients are accumulated
+    #[arg(long, default_value_t = 1)]
+    microbatches: usize,
+    /// Learning rate; with --warmup its highest value
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; constant if not given
+    #[arg(long, value_name = "STEPS")]
+    warmup: Option<usize>,
+    /// Decoupled weight decay, of every parameter
+    #[arg(long, default_value_t = 0.1)]
+    weight_decay: f64,
+    /// Largest global gradient norm; 0 for no clipping
+    #[arg(long, default_value_t = 1.0)]
+    clip: f64,
+    /// Seed of initial weights and order of data
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Look for NaNs and infinities in every unit's output, and name the first unit that has one
+    #[arg(long)]
+    check_finite: bool,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Files")]
+struct Files {
+    /// Text to train on [default: this repository's sources and docs]
+    #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "tokens")]
+    text: Vec<PathBuf>,
+    /// Token ids to train on: a safetensors file with `tokens`, I32 [steps, batch, seq + 1]
+    #[arg(long, value_name = "FILE")]
+    tokens: Option<PathBuf>,
+    /// Initial weights, with Hugging Face's names
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// Write the weights after the last step, as f32 safetensors
+    #[arg(long, value_name = "FILE")]
+    save_weights: Option<PathBuf>,
+    /// Write the first step's gradients, reduced and not clipped, as f32 safetensors
+    #[arg(long, value_name = "FILE")]
+    save_grads: Option<PathBuf>,
+    /// Write a JSON line a step and a summary
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// Draw the curves of loss and gradient norm
+    #[arg(long, value_name = "FILE.svg")]
+    plot: Option<PathBuf>,
+    /// Write a trace of the last steps for Perfetto or chrome://tracing
+    #[arg(long, value_name = "FILE.json")]
+    trace: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Default, ValueEnum)]
+enum Alignment {
+    /// Anywhere: the least padding
+    #[default]
+    Element,
+    /// Between rows, so that each rank holds whole rows
+    Row,
+}
+
+fn main() -> ExitCode {
+    match run(Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: Options) -> Result<()> {
+    let Options { model, sharding, training, files } = options;
+    let mut config = model_config(&model)?;
+    let data = open_data(config.vocab_size, &training, &files)?;
+    if model.config.is_none() {
+        config.max_position_embeddings = data.seq();
+    }
+    let ranks = sharding.ranks;
+    let options = TrainOptions {
+        fsdp: fsdp_config(&sharding, &training, files.trace.is_some()),
+        microbatches: training.microbatches,
+        lr: training.lr,
+        warmup: training.warmup,
+        weight_decay: training.weight_decay,
+        clip: (training.clip != 0.0).then_some(training.clip),
+        ..TrainOptions::new(config, training.steps)
+    };
+    options.validate(ranks, &*data)?;
+    let parameters = Llama::new(&options.model)?.parameters();
+    let tensors = || parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
+    let weights = files.weights.as_deref().map(TensorFile::open).transpose()?;
+    if let Some(file) = &weights {
+        file.check(tensors())?;
+    }
+
+    // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot be kept.
+    let tensor_file = |path: &PathBuf| TensorFileWriter::create(path, tensors(), StoredDtype::F32);
+    let gradients = files.save_grads.as_ref().map(tensor_file).transpose()?;
+    let final_weights = files.save_weights.as_ref().map(tensor_file).transpose()?;
+    let plot_file = files.plot.as_deref().map(AtomicFile::create).transpose()?;
+    let trace_file = files.trace.as_deref().map(AtomicFile::create).transpose()?;
+    let metrics = files.metrics.as_deref().map(MetricsWriter::create).transpose()?;
+    let outputs = Outputs {
+        progress: Some(Mutex::new(Progress::new(options.steps))),
+        metrics: metrics.map(Mutex::new),
+        gradients: gradients.map(Mutex::new),
+        weights: final_weights.map(Mutex::new),
+    };
+
+    ops::set_threads(sharding.threads_per_rank);
+    let summaries = Launcher::new().ranks(ranks).run(|world| {
+        let mut model = shard(&world, &options, weights.as_ref())?;
+        if world.rank() == 0 {
+            let (strategy, tokens) = (model.strategy(), data.rows() * data.seq());
+            println!("{ranks} ranks, strategy {strategy}, {} tokens a step", quantity::count(tokens as u64));
+            println!("\n{}", report::units(&model));
+        }
+        train(&world, &mut model, &options, &*data, &outputs)
+    });
+    let summaries = summaries.map_err(root_cause)?;
+
+    let Outputs { progress, metrics, gradients, weights } = outputs;
+    drop(progress);
+    for file in [gradients, weights].into_iter().flatten() {
+        file.into_inner()?.finish()?;
+    }
+    if let Some(file) = metrics {
+        let (memory, traffic) = (report::memory_json(&summaries), report::traffic_json(&summaries));
+        file.into_inner()?.finish(&summaries[0].times.summary(memory, traffic))?;
+    }
+    if let Some(file) = plot_file {
+        let title = format!("{ranks} ranks, {}", options.fsdp.strategy);
+        plot::write_curves(file, &title, &summaries[0].steps)?;
+    }
+    if let Some(file) = trace_file {
+        write_trace(file, &summaries)?;
+    }
+    print_result(&summaries);
+    Ok(())
+}
+
+fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {
+    if let Some(path) = &model.config {
+        return Ok(LlamaConfig::from_json_file(path)?);
+    }
+    Ok(LlamaConfig {
+        hidden_size: model.dim,
+        intermediate_size: model.ffn,
+        num_hidden_layers: model.layers,
+        num_attention_heads: model.heads,
+        num_key_value_heads: model.kv_heads,
+        vocab_size: model.vocab,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        tie_word_embeddings: model.tied,
+        max_position_embeddings: DEFAULT_SEQ,
+        initializer_range: model.init_std,
+        head_dim: None,
+    })
+}
+
+fn open_data(vocab: usize, training: &TrainingOptions, files: &Files) -> Result<Box<dyn Batches>> {
+    if let Some(path) = &files.tokens {
+        let tokens = TokenFile::open(path, vocab)?;
+        for (option, asked, found) in
+            [("--batch", training.batch, tokens.rows()), ("--seq", training.seq, tokens.seq())]
+        {
+            if let Some(asked) = asked.filter(|&asked| asked != found) {
+                bail!("{option} is {asked}, but `{}` has {found}", path.display());
+            }
+        }
+        return Ok(Box::new(tokens));
+    }
+    let text = if files.text.is_empty() {
+        corpus::source_files(Path::new(env!("CARGO_MANIFEST_DIR"))).context("give a text with --text")?
+    } else {
+        files.text.clone()
+    };
+    let (batch, seq) = (training.batch.unwrap_or(DEFAULT_BATCH), training.seq.unwrap_or(DEFAULT_SEQ));
+    let options = TextOptions { seq, batch, vocab, seed: training.seed };
+    Ok(Box::new(TextDataset::open(&text, options)?))
+}
+
+fn fsdp_config(sharding: &ShardingOptions, training: &TrainingOptions, trace: bool) -> FsdpConfig {
+    FsdpConfig {
+        strategy: sharding.strategy,
+        alignment: match sharding.alignment {
+            Alignment::Element => ShardAlignment::Element,
+            Alignment::Row => ShardAlignment::Row,
+        },
+        precision: MixedPrecision { param: sharding.param_dtype, reduce: sharding.reduce_dtype },
+        recompute: if sharding.recompute { Recompute::Unit } else { Recompute::None },
+        double_buffer: !sharding.no_double_buffer,
+        seed: training.seed,
+        check_finite: training.check_finite,
+        trace,
+        ..FsdpConfig::default()
+    }
+}
+
+/// One message: that of the rank that failed first. What its peers then say of it adds nothing.
+fn root_cause(error: LaunchError) -> anyhow::Error {
+    match error {
+        LaunchError::Ranks { first, .. } => anyhow::anyhow!("{first}"),
+        other => other.into(),
+    }
+}
+
+fn write_trace(mut file: AtomicFile, summaries: &[TrainSummary]) -> Result<()> {
+    let spans: Vec<_> = summaries.iter().map(|summary| summary.spans.clone()).collect();
+    let trace = fsdp::trace::chrome_trace(&spans);
+    let path = file.target().to_path_buf();
+    write!(file, "{trace}").with_context(|| format!("cannot write `{}`", path.display()))?;
+    Ok(file.commit()?)
+}
+
+fn print_result(summaries: &[TrainSummary]) {
+    println!("\n{}", report::memory(summaries));
+    let steps = &summaries[0].steps;
+    if let [StepMetrics { loss: first, .. }, .., StepMetrics { loss: last, .. }] = steps.as_slice() {
+        println!("loss {first:.4} at the first step, {last:.4} at the last of {}", steps.len());
+    }
+    if let (Some(rate), Some(ms)) = (summaries[0].times.tokens_per_s(), summaries[0].times.median_ms()) {
+        println!("{} tokens/s, {ms:.1} ms a step (median)", quantity::rate(rate));
+    }
+}

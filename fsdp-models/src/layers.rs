@@ -1,0 +1,258 @@
+//! The layers of a Llama-architecture model, on the ops of [`ops`](crate::ops).
+//!
+//! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have the dtype of the
+//! parameters; every layer takes and returns contiguous tensors.
+
+use candle_core::{Device, Result, Tensor, bail};
+use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
+
+use crate::{config::LlamaConfig, ops};
+
+/// `x wᵀ` with a weight `[out, in]` and no bias.
+#[derive(Debug, FsdpUnit)]
+pub struct Linear {
+    weight: Param,
+}
+
+impl Linear {
+    /// From `inputs` features to `outputs`.
+    pub fn new(inputs: usize, outputs: usize, init: Init) -> Self {
+        Linear { weight: Param::new((outputs, inputs)).with_init(init) }
+    }
+}
+
+impl Forward for Linear {
+    /// `[.., in]` to `[.., out]`.
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        ops::linear(x, &self.weight.tensor(scope)?, &self.weight.grad_sink())
+    }
+}
+
+/// A table of one row a token id.
+#[derive(Debug, FsdpUnit)]
+pub struct Embedding {
+    weight: Param,
+}
+
+impl Embedding {
+    /// A table `[vocab, dim]`.
+    pub fn new(vocab: usize, dim: usize, init: Init) -> Self {
+        Embedding { weight: Param::new((vocab, dim)).with_init(init) }
+    }
+
+    /// The table as the output projection of a model whose head is tied to it: `[.., dim]` to `[.., vocab]`.
+    ///
+    /// # Errors
+    /// Those of [`ops::linear`](crate::ops::linear()).
+    pub fn as_linear(&self, x: &Tensor, scope: &Scope<'_>) -> Result<Tensor> {
+        ops::linear(x, &self.weight.tensor(scope)?, &self.weight.grad_sink())
+    }
+}
+
+impl Forward for Embedding {
+    /// Ids (u32, any shape) to their rows `[ids' shape.., dim]`.
+    fn forward(&self, ids: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        ops::embedding(ids, &self.weight.tensor(scope)?, &self.weight.grad_sink())
+    }
+}
+
+/// Root-mean-square normalisation over the last dim.
+#[derive(Debug, FsdpUnit)]
+pub struct RmsNorm {
+    weight: Param,
+    eps: f64,
+}
+
+impl RmsNorm {
+    /// Over `dim` elements; the weight starts as ones.
+    pub fn new(dim: usize, eps: f64) -> Self {
+        RmsNorm { weight: Param::new(dim).with_init(Init::Ones), eps }
+    }
+}
+
+impl Forward for RmsNorm {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        ops::rms_norm(x, &self.weight.tensor(scope)?, self.eps, &self.weight.grad_sink())
+    }
+}
+
+/// Tables of the rotary position embedding: the angles' cosines and sines, f32 `[positions, head_dim / 2]`. No parameters.
+#[derive(Clone, Debug)]
+pub struct Rope {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    /// Position `p` turns pair `j` of a head by `p * theta^(-2j / head_dim)`.
+    ///
+    /// # Errors
+    /// If `head_dim` is odd.
+    pub fn new(head_dim: usize, positions: usize, theta: f64) -> Result<Self> {
+        if !head_dim.is_multiple_of(2) {
+            bail!("rotary tables need an even head dim, not {head_dim}");
+        }
+        let half = head_dim / 2;
+        // Frequencies and angles are rounded to f32 as in Hugging Face's Llama.
+        let frequency = |pair: usize| theta.powf(-2.0 * pair as f64 / head_dim as f64) as f32;
+        let angles = (0..positions).flat_map(|at| (0..half).map(move |pair| at as f32 * frequency(pair)));
+        let angles: Vec<f64> = angles.map(f64::from).collect();
+        let table = |function: fn(f64) -> f64| {
+            let values: Vec<f32> = angles.iter().map(|&angle| function(angle) as f32).collect();
+            Tensor::from_vec(values, (positions, half), &Device::Cpu)
+        };
+        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)? })
+    }
+
+    /// Positions that the tables cover.
+    pub fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
+    /// The tables of the first `positions` positions: views.
+    ///
+    /// # Errors
+    /// If there are fewer.
+    pub fn first(&self, positions: usize) -> Result<Self> {
+        if positions > self.positions() {
+            bail!("a sequence of {positions} tokens: the model has {} positions", self.positions());
+        }
+        Ok(Rope { cos: self.cos.narrow(0, 0, positions)?, sin: self.sin.narrow(0, 0, positions)? })
+    }
+
+    /// Turns the heads of `x` `[b, t, heads * head_dim]`; the tables must be those of `t` positions.
+    ///
+    /// # Errors
+    /// Those of [`ops::rope`](crate::ops::rope()).
+    pub fn apply(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
+        ops::rope(x, &self.cos, &self.sin, heads)
+    }
+}
+
+/// Causal self-attention with grouped keys and values.
+#[derive(Debug, FsdpUnit)]
+pub struct Attention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    heads: usize,
+    kv_heads: usize,
+}
+
+impl Attention {
+    /// With the sizes of a valid configuration.
+    pub fn new(config: &LlamaConfig) -> Self {
+        let (hidden, init) = (config.hidden_size, config.init());
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let (width, kv_width) = (heads * config.head_dim(), kv_heads * config.head_dim());
+        Attention {
+            q_proj: Linear::new(hidden, width, init.clone()),
+            k_proj: Linear::new(hidden, kv_width, init.clone()),
+            v_proj: Linear::new(hidden, kv_width, init.clone()),
+            o_proj: Linear::new(width, hidden, init),
+            heads,
+            kv_heads,
+        }
+    }
+}
+
+impl Forward<Rope> for Attention {
+    /// `[b, t, hidden]` to the same.
+    fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
+        let q = rope.apply(&self.q_proj.forward(x, &(), scope)?, self.heads)?;
+        let k = rope.apply(&self.k_proj.forward(x, &(), scope)?, self.kv_heads)?;
+        let v = self.v_proj.forward(x, &(), scope)?;
+        self.o_proj.forward(&ops::attention(&q, &k, &v, self.heads, self.kv_heads)?, &(), scope)
+    }
+}
+
+/// The gated feed-forward layer `down(silu(gate(x)) * up(x))`.
+#[derive(Debug, FsdpUnit)]
+pub struct Mlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+impl Mlp {
+    /// With the sizes of a valid configuration.
+    pub fn new(config: &LlamaConfig) -> Self {
+        let (hidden, inner, init) = (config.hidden_size, config.intermediate_size, config.init());
+        Mlp {
+            gate_proj: Linear::new(hidden, inner, init.clone()),
+            up_proj: Linear::new(hidden, inner, init.clone()),
+            down_proj: Linear::new(inner, hidden, init),
+        }
+    }
+}
+
+impl Forward for Mlp {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let [gate, up, down] = [&self.gate_proj, &self.up_proj, &self.down_proj].map(|linear| &linear.weight);
+        let sinks = [gate.grad_sink(), up.grad_sink(), down.grad_sink()];
+        let (gate, up, down) = (gate.tensor(scope)?, up.tensor(scope)?, down.tensor(scope)?);
+        ops::gated_mlp(x, &gate, &up, &down, sinks.each_ref())
+    }
+}
+
+/// A decoder block: attention and feed-forward, each on a normalised input and added to the residual stream.
+#[derive(Debug, FsdpUnit)]
+pub struct Block {
+    input_layernorm: RmsNorm,
+    self_attn: Attention,
+    post_attention_layernorm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl Block {
+    /// With the sizes of a valid configuration.
+    pub fn new(config: &LlamaConfig) -> Self {
+        let norm = || RmsNorm::new(config.hidden_size, config.rms_norm_eps);
+        Block {
+            input_layernorm: norm(),
+            self_attn: Attention::new(config),
+            post_attention_layernorm: norm(),
+            mlp: Mlp::new(config),
+        }
+    }
+
+    /// A block that is one communication unit.
+    pub fn unit(config: &LlamaConfig) -> Unit<Self> {
+        Unit::new(Block::new(config))
+    }
+}
+
+impl Forward<Rope> for Block {
+    /// `[b, t, hidden]` to the same.
+    fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
+        let x = (x + self.self_attn.forward(&self.input_layernorm.forward(x, &(), scope)?, rope, scope)?)?;
+        &x + self.mlp.forward(&self.post_attention_layernorm.forward(&x, &(), scope)?, &(), scope)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotary_angles_are_position_times_frequency() {
+        let rope = Rope::new(4, 3, 10_000.0).unwrap();
+        let cos: Vec<Vec<f32>> = rope.cos.to_vec2().unwrap();
+        let sin: Vec<Vec<f32>> = rope.sin.to_vec2().unwrap();
+        for (at, (cos, sin)) in cos.iter().zip(&sin).enumerate() {
+            for (pair, frequency) in [1.0f32, 0.01].into_iter().enumerate() {
+                let angle = f64::from(at as f32 * frequency);
+                assert_eq!((cos[pair], sin[pair]), (angle.cos() as f32, angle.sin() as f32));
+            }
+        }
+        assert_eq!(rope.first(2).unwrap().positions(), 2);
+    }
+
+    #[test]
+    fn too_long_a_sequence_and_an_odd_head_are_refused() {
+        let message = Rope::new(4, 3, 1e4).unwrap().first(4).unwrap_err().to_string();
+        assert!(message.starts_with("a sequence of 4 tokens: the model has 3 positions"), "{message}");
+        assert!(Rope::new(5, 3, 1e4).is_err());
+    }
+}

@@ -1,0 +1,94 @@
+//! Llama: decoder-only transformer with rotary positions, grouped-query attention and a gated feed-forward layer
+//! (Touvron et al., 2023), with the parameter names of Hugging Face's checkpoints.
+
+use candle_core::{Result, Tensor};
+use fsdp::engine::{Attrs, Tie, UnitCell, Visitor, Walker};
+use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
+
+use crate::config::LlamaConfig;
+use crate::layers::{Block, Embedding, Linear, RmsNorm, Rope};
+use crate::ops;
+
+/// The model. Each block is a communication unit; embedding, last norm and head belong to the root.
+///
+/// On token ids (u32 `[b, t]`) its forward returns the logits `[b, t, vocab]`, on `(inputs, targets)`, both u32 `[b, t]`, the mean
+/// cross-entropy over all tokens as an f32 scalar.
+#[derive(Debug, FsdpUnit)]
+pub struct Llama {
+    #[fsdp(rename = "model.embed_tokens")]
+    embed: Embedding,
+    #[fsdp(rename = "model.layers")]
+    layers: Vec<Unit<Block>>,
+    #[fsdp(rename = "model.norm")]
+    norm: RmsNorm,
+    /// None if the head is the embedding.
+    lm_head: Option<Linear>,
+    #[fsdp(skip)]
+    rope: Rope,
+}
+
+impl Llama {
+    /// The model of a configuration. Nothing is allocated but the rotary tables: parameters come to be when it is sharded, weights from
+    /// `N(0, initializer_range)`, those of norms as ones.
+    ///
+    /// # Errors
+    /// If the configuration is not valid.
+    pub fn new(config: &LlamaConfig) -> crate::Result<Self> {
+        config.validate()?;
+        let (hidden, vocab) = (config.hidden_size, config.vocab_size);
+        Ok(Llama {
+            embed: Embedding::new(vocab, hidden, config.init()),
+            layers: (0..config.num_hidden_layers).map(|_| Block::unit(config)).collect(),
+            norm: RmsNorm::new(hidden, config.rms_norm_eps),
+            lm_head: (!config.tie_word_embeddings).then(|| Linear::new(hidden, vocab, config.init())),
+            rope: Rope::new(config.head_dim(), config.max_position_embeddings, config.rope_theta)?,
+        })
+    }
+
+    /// Name and shape of every parameter, in declaration order: the tensors of a checkpoint.
+    pub fn parameters(&self) -> Vec<(String, Vec<usize>)> {
+        let mut listing = Listing::default();
+        self.walk(&mut Walker::new(&mut listing));
+        listing.parameters
+    }
+}
+
+impl Forward for Llama {
+    fn forward(&self, ids: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let (_, positions) = ids.dims2()?;
+        let rope = self.rope.first(positions)?;
+        let mut x = self.embed.forward(ids, &(), scope)?;
+        for layer in &self.layers {
+            x = layer.forward(&x, &rope, scope)?;
+        }
+        let x = self.norm.forward(&x, &(), scope)?;
+        match &self.lm_head {
+            Some(head) => head.forward(&x, &(), scope),
+            None => self.embed.as_linear(&x, scope),
+        }
+    }
+}
+
+impl Forward<(), (Tensor, Tensor)> for Llama {
+    fn forward(&self, (inputs, targets): &(Tensor, Tensor), _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let logits: Tensor = self.forward(inputs, &(), scope)?;
+        ops::cross_entropy(&logits.flatten_to(1)?, &targets.flatten_all()?)
+    }
+}
+
+#[derive(Default)]
+struct Listing {
+    parameters: Vec<(String, Vec<usize>)>,
+}
+
+impl<'a> Visitor<'a> for Listing {
+    fn param(&mut self, name: &str, _: &Attrs, _: Option<&Tie>, param: &'a Param) {
+        self.parameters.push((name.to_owned(), param.dims().to_vec()));
+    }
+
+    fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
+
+    fn leave_unit(&mut self) {}
+
+    fn buffer(&mut self, _: &str, _: &'a Tensor) {}
+}

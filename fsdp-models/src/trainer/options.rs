@@ -1,0 +1,152 @@
+//! What a training run is told.
+
+use fsdp::optim::{AdamW, CosineSchedule, Optimizer};
+use fsdp::spec::Dtype;
+use fsdp::{FsdpConfig, MixedPrecision};
+
+use crate::config::LlamaConfig;
+use crate::data::{Batches, Part};
+
+/// Settings of a training run. The same on all ranks.
+#[derive(Clone, Debug)]
+pub struct TrainOptions {
+    /// The model.
+    pub model: LlamaConfig,
+    /// How it is sharded, its dtypes, and the seed of its weights.
+    pub fsdp: FsdpConfig,
+    /// Optimizer steps.
+    pub steps: usize,
+    /// Forwards and backwards of each rank in one step.
+    pub microbatches: usize,
+    /// Learning rate; with a warm-up, its highest value.
+    pub lr: f64,
+    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; `None` for a constant rate.
+    pub warmup: Option<usize>,
+    /// Decoupled weight decay, of every parameter.
+    pub weight_decay: f64,
+    /// Largest global gradient norm; `None` for no clipping.
+    pub clip: Option<f64>,
+}
+
+impl TrainOptions {
+    /// `steps` steps of a model with AdamW at 1e-3, weight decay 0.1, clipping at 1, one microbatch, FP32, fully sharded.
+    pub fn new(model: LlamaConfig, steps: usize) -> Self {
+        TrainOptions {
+            model,
+            fsdp: FsdpConfig::default(),
+            steps,
+            microbatches: 1,
+            lr: 1e-3,
+            warmup: None,
+            weight_decay: 0.1,
+            clip: Some(1.0),
+        }
+    }
+
+    /// The update rule: AdamW with betas 0.9 and 0.95.
+    pub fn optimizer(&self) -> AdamW {
+        AdamW::default().lr(self.lr).betas(0.9, 0.95).eps(1e-8).weight_decay(self.weight_decay)
+    }
+
+    /// Learning rate of step `step`, counted from 0.
+    pub fn learning_rate(&self, step: usize) -> f64 {
+        self.schedule().map_or(self.lr, |schedule| schedule.lr(step as u64 + 1))
+    }
+
+    fn schedule(&self) -> Option<CosineSchedule> {
+        let warmup = self.warmup? as u64;
+        Some(CosineSchedule { warmup, total: self.steps as u64, peak: self.lr, min: self.lr / 10.0 })
+    }
+
+    /// Checks all that can be known before ranks are started: the model, the optimizer, and that `data` can serve the run on `ranks` ranks.
+    ///
+    /// # Errors
+    /// The first rule that is broken, with its numbers.
+    pub fn validate(&self, ranks: usize, data: &dyn Batches) -> crate::Result<()> {
+        self.model.validate()?;
+        for (option, value) in [("steps", self.steps), ("ranks", ranks), ("microbatches", self.microbatches)]
+        {
+            if value == 0 {
+                return Err(TrainError::Zero { option }.into());
+            }
+        }
+        if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.0) {
+            return Err(TrainError::Clip { clip }.into());
+        }
+        let MixedPrecision { param, .. } = self.fsdp.precision;
+        if param == Dtype::F16 {
+            return Err(TrainError::UnscaledF16.into());
+        }
+        self.optimizer().validate().map_err(fsdp::Error::from)?;
+        if let Some(schedule) = self.schedule() {
+            schedule.validate().map_err(fsdp::Error::from)?;
+        }
+        let (seq, positions) = (data.seq(), self.model.max_position_embeddings);
+        if seq > positions {
+            return Err(TrainError::SequenceTooLong { seq, positions }.into());
+        }
+        let part = Part { rank: 0, world: ranks, microbatch: 0, microbatches: self.microbatches };
+        part.rows(data.rows())?;
+        Ok(data.check_steps(self.steps)?)
+    }
+}
+
+/// Why a training run is refused or ends early.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum TrainError {
+    /// A number that must be positive.
+    #[error("{option} is 0: it must be at least 1")]
+    Zero {
+        /// Which option.
+        option: &'static str,
+    },
+    /// A limit of the gradient norm that clips everything.
+    #[error("the largest gradient norm must be positive, not {clip}")]
+    Clip {
+        /// The limit.
+        clip: f64,
+    },
+    /// The parameters would be f16.
+    #[error(
+        "parameters in f16 need loss scaling, which the trainer does not have: use bf16, or f32 as the dtype of parameters"
+    )]
+    UnscaledF16,
+    /// The data's sequences are longer than the model's.
+    #[error("a sequence of {seq} tokens is too long for a model of max_position_embeddings {positions}")]
+    SequenceTooLong {
+        /// Tokens of a sequence.
+        seq: usize,
+        /// Positions of the model.
+        positions: usize,
+    },
+    /// The loss is a NaN or an infinity.
+    #[error("the loss of step {step} is {loss}; the weights are those before it. {}", hint(.checked))]
+    LossNotFinite {
+        /// The step, counted from 0.
+        step: usize,
+        /// Mean over ranks and microbatches.
+        loss: f64,
+        /// Whether the outputs of units were checked.
+        checked: bool,
+    },
+    /// The gradient norm is a NaN or an infinity although the loss is finite.
+    #[error(
+        "the gradient norm of step {step} is {norm} at a finite loss of {loss}; the weights are those before it"
+    )]
+    GradNormNotFinite {
+        /// The step, counted from 0.
+        step: usize,
+        /// The loss.
+        loss: f64,
+        /// The norm.
+        norm: f64,
+    },
+}
+
+fn hint(checked: &bool) -> &'static str {
+    if *checked {
+        "Every unit's output was finite"
+    } else {
+        "Run again with `check_finite` to learn which unit's output was the first that is not finite"
+    }
+}
