@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{Args, Parser, ValueEnum};
 use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
@@ -62,7 +62,7 @@ struct ModelOptions {
     #[arg(long)]
     tied: bool,
     /// Standard deviation of the initial weights
-    #[arg(long, default_value_t = 0.02)]
+    #[arg(long, default_value_t = 0.02, allow_negative_numbers = true)]
     init_std: f64,
     /// Take the model's sizes from a Hugging Face `config.json`
     #[arg(
@@ -118,16 +118,16 @@ struct TrainingOptions {
     #[arg(long, default_value_t = 1)]
     microbatches: usize,
     /// Learning rate; with --warmup its highest value
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
     lr: f64,
     /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; constant if not given
     #[arg(long, value_name = "STEPS")]
     warmup: Option<usize>,
     /// Decoupled weight decay, of every parameter
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true)]
     weight_decay: f64,
     /// Largest global gradient norm; 0 for no clipping
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     clip: f64,
     /// Seed of initial weights and order of data
     #[arg(long, default_value_t = 0)]
@@ -176,12 +176,23 @@ enum Alignment {
 }
 
 fn main() -> ExitCode {
+    keep_ranks_apart();
     match run(Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// candle computes element-wise ops on one pool of spinning threads for the whole process, behind one lock. Ranks that are threads would wait for
+/// each other there; without the pool each computes in its own thread, which is twice as fast and more.
+fn keep_ranks_apart() {
+    const CANDLE_THREADS: &str = "CANDLE_NUM_THREADS";
+    if std::env::var_os(CANDLE_THREADS).is_none() {
+        // SAFETY: this is the first thing that `main` does: no other thread exists that might read the environment.
+        unsafe { std::env::set_var(CANDLE_THREADS, "1") };
     }
 }
 
@@ -289,7 +300,7 @@ fn open_data(vocab: usize, training: &TrainingOptions, files: &Files) -> Result<
         return Ok(Box::new(tokens));
     }
     let text = if files.text.is_empty() {
-        corpus::source_files(Path::new(env!("CARGO_MANIFEST_DIR"))).context("give a text with --text")?
+        corpus::source_files(Path::new(env!("CARGO_MANIFEST_DIR")))?
     } else {
         files.text.clone()
     };
@@ -326,8 +337,9 @@ fn root_cause(error: LaunchError) -> anyhow::Error {
 fn write_trace(mut file: AtomicFile, summaries: &[TrainSummary]) -> Result<()> {
     let spans: Vec<_> = summaries.iter().map(|summary| summary.spans.clone()).collect();
     let trace = fsdp::trace::chrome_trace(&spans);
-    let path = file.target().to_path_buf();
-    write!(file, "{trace}").with_context(|| format!("cannot write `{}`", path.display()))?;
+    if let Err(error) = write!(file, "{trace}") {
+        bail!("cannot write `{}`: {error}", file.target().display());
+    }
     Ok(file.commit()?)
 }
 

@@ -3,7 +3,7 @@
 mod reader;
 mod writer;
 
-use std::{fmt::Write as _, path::PathBuf};
+use std::path::PathBuf;
 
 pub use reader::TensorFile;
 pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
@@ -120,21 +120,29 @@ impl Mismatch {
     }
 }
 
+/// Names of one kind that a message lists: the rest is counted.
+const LISTED: usize = 8;
+
 impl std::fmt::Display for Mismatch {
     /// One line a kind, each beginning with a line break.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut shapes = String::new();
-        for ShapeMismatch { name, expected, found } in &self.shapes {
-            let separator = if shapes.is_empty() { "" } else { ", " };
-            write!(shapes, "{separator}{name} (model {expected:?}, file {found:?})")?;
-        }
-        for (kind, count, list) in [
-            ("missing", self.missing.len(), self.missing.join(", ")),
-            ("unexpected", self.unexpected.len(), self.unexpected.join(", ")),
-            ("of another shape", self.shapes.len(), shapes),
-        ] {
-            if count > 0 {
-                write!(f, "\n  {count} {kind}: {list}")?;
+        let shapes: Vec<String> = self
+            .shapes
+            .iter()
+            .map(|ShapeMismatch { name, expected, found }| {
+                format!("{name} (model {expected:?}, file {found:?})")
+            })
+            .collect();
+        for (kind, list) in
+            [("missing", &self.missing), ("unexpected", &self.unexpected), ("of another shape", &shapes)]
+        {
+            if list.is_empty() {
+                continue;
+            }
+            let listed = list[..list.len().min(LISTED)].join(", ");
+            write!(f, "\n  {} {kind}: {listed}", list.len())?;
+            if list.len() > LISTED {
+                write!(f, " and {} more", list.len() - LISTED)?;
             }
         }
         Ok(())
