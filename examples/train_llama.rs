@@ -12,10 +12,11 @@ use anyhow::{Result, bail};
 use clap::{Args, Parser, ValueEnum};
 use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
+use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
-use fsdp_models::trainer::{Outputs, TrainOptions, TrainSummary, plot, quantity, report, shard, train};
+use fsdp_models::trainer::{Outputs, TrainOptions, TrainSummary, lanes, plot, quantity, report, shard, train};
 use fsdp_models::weights::{StoredDtype, TensorFile, TensorFileWriter};
 use fsdp_models::{AtomicFile, Llama, LlamaConfig, ops};
 
@@ -164,6 +165,9 @@ struct Files {
     /// Write a trace of the last steps for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
+    /// Draw the trace of the last step
+    #[arg(long, value_name = "FILE.svg")]
+    trace_plot: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Default, ValueEnum)]
@@ -205,7 +209,7 @@ fn run(options: Options) -> Result<()> {
     }
     let ranks = sharding.ranks;
     let options = TrainOptions {
-        fsdp: fsdp_config(&sharding, &training, files.trace.is_some()),
+        fsdp: fsdp_config(&sharding, &training, files.trace.is_some() || files.trace_plot.is_some()),
         microbatches: training.microbatches,
         lr: training.lr,
         warmup: training.warmup,
@@ -227,6 +231,7 @@ fn run(options: Options) -> Result<()> {
     let final_weights = files.save_weights.as_ref().map(tensor_file).transpose()?;
     let plot_file = files.plot.as_deref().map(AtomicFile::create).transpose()?;
     let trace_file = files.trace.as_deref().map(AtomicFile::create).transpose()?;
+    let trace_plot_file = files.trace_plot.as_deref().map(AtomicFile::create).transpose()?;
     let metrics = files.metrics.as_deref().map(MetricsWriter::create).transpose()?;
     let outputs = Outputs {
         progress: Some(Mutex::new(Progress::new(options.steps))),
@@ -260,8 +265,12 @@ fn run(options: Options) -> Result<()> {
         let title = format!("{ranks} ranks, {}", options.fsdp.strategy);
         plot::write_curves(file, &title, &summaries[0].steps)?;
     }
+    let spans: Vec<_> = summaries.iter().map(|summary| summary.spans.clone()).collect();
     if let Some(file) = trace_file {
-        write_trace(file, &summaries)?;
+        write_trace(file, &spans)?;
+    }
+    if let Some(file) = trace_plot_file {
+        lanes::write_lanes(file, &spans)?;
     }
     print_result(&summaries);
     Ok(())
@@ -334,9 +343,8 @@ fn root_cause(error: LaunchError) -> anyhow::Error {
     }
 }
 
-fn write_trace(mut file: AtomicFile, summaries: &[TrainSummary]) -> Result<()> {
-    let spans: Vec<_> = summaries.iter().map(|summary| summary.spans.clone()).collect();
-    let trace = fsdp::trace::chrome_trace(&spans);
+fn write_trace(mut file: AtomicFile, spans: &[Vec<Span>]) -> Result<()> {
+    let trace = fsdp::trace::chrome_trace(spans);
     if let Err(error) = write!(file, "{trace}") {
         bail!("cannot write `{}`: {error}", file.target().display());
     }

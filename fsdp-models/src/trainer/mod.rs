@@ -1,5 +1,6 @@
 //! Training a Llama: the loop, and what surrounds it: options, metrics, curves, progress and tables.
 
+pub mod lanes;
 pub mod metrics;
 mod options;
 pub mod plot;
