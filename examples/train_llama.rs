@@ -25,7 +25,7 @@ const DEFAULT_SEQ: usize = 128;
 
 /// Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
 #[derive(Parser)]
-#[command(about, max_term_width = 110, args_override_self = true)]
+#[command(max_term_width = 110, args_override_self = true)]
 struct Options {
     #[command(flatten)]
     model: ModelOptions,
