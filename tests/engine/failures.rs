@@ -43,6 +43,46 @@ fn ranks_with_different_settings_learn_it_too() {
     });
 }
 
+/// The same two parameters in one order or the other.
+#[derive(FsdpUnit)]
+enum Ordered {
+    Forwards { a: Param, b: Param },
+    Backwards { b: Param, a: Param },
+}
+
+#[test]
+fn ranks_with_swapped_fields_learn_it() {
+    on_ranks(2, |world| {
+        let (a, b) = (Param::new(8), Param::new(8));
+        let model = if world.rank() == 0 { Ordered::Forwards { a, b } } else { Ordered::Backwards { b, a } };
+        let text = model.fully_shard(&world.data_parallel_mesh()).unwrap_err().to_string();
+        assert!(text.contains("rank 0") && text.contains("rank 1"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_unit_called_more_often_on_one_rank_is_reported_by_both() {
+    let texts = std::sync::Mutex::new(vec![String::new(); 2]);
+    let outcome = launcher(2).run(|world| -> fsdp::Result<()> {
+        let model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
+        let call = || -> fsdp::Result<()> {
+            for _ in 0..if world.rank() == 0 { 1 } else { 3 } {
+                let _: Tensor = model.evaluate(&(false, true, full(3, 1.0)))?;
+            }
+            let _: Tensor = model.evaluate(&(true, false, full(3, 1.0)))?;
+            Ok(())
+        };
+        call().inspect_err(|error| texts.lock().unwrap()[world.rank()] = error.to_string())
+    });
+    assert!(outcome.is_err());
+    for text in texts.into_inner().unwrap() {
+        for part in ["unit `a`", "unit `b`", "all-gather", "rank 0", "rank 1"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}
+
 #[test]
 fn ranks_that_call_units_differently_are_told_apart() {
     let error = launcher(2)

@@ -66,6 +66,58 @@ fn main_weights_keep_what_sixteen_bits_lose() {
     }
 }
 
+/// Three parameters, of which a microbatch uses some.
+#[derive(FsdpUnit)]
+struct Three {
+    a: Param,
+    b: Param,
+    c: Param,
+}
+
+impl Forward<bool> for Three {
+    fn forward(&self, x: &Tensor, with_b: &bool, scope: &Scope<'_>) -> Result<Tensor> {
+        let x = x.to_dtype(DType::BF16)?;
+        let mut y = (&x * self.a.tensor(scope)?)?;
+        if *with_b {
+            y = (y + (&x * self.b.tensor(scope)?)?)?;
+        }
+        y.sum_all()
+    }
+}
+
+#[derive(FsdpUnit)]
+struct ThreeModel {
+    unit: Unit<Three>,
+}
+
+impl Forward<bool> for ThreeModel {
+    fn forward(&self, x: &Tensor, with_b: &bool, scope: &Scope<'_>) -> Result<Tensor> {
+        self.unit.forward(x, with_b, scope)
+    }
+}
+
+#[test]
+fn a_gradient_that_comes_late_or_never_reduces_with_the_others() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let config = FsdpConfig { precision: MixedPrecision::BF16, ..config(strategy) };
+            let param = || Param::new(3);
+            let model = ThreeModel { unit: Unit::new(Three { a: param(), b: param(), c: param() }) };
+            let _ = &model.unit.c;
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            for (x, with_b) in [(1.0, false), (2.0, true)] {
+                model.set_is_last_microbatch(with_b);
+                let loss: Tensor = model.forward_with(&full(3, x), &with_b)?;
+                model.backward(&loss)?;
+            }
+            let expected = named(&[("unit.a", &[3.0; 3]), ("unit.b", &[2.0; 3]), ("unit.c", &[0.0; 3])]);
+            assert_eq!(gradients(&model)?, expected, "{strategy}");
+            assert_eq!(model.parameters_without_gradient()?, ["unit.c"]);
+            Ok(())
+        });
+    }
+}
+
 /// A 16-bit base with an FP32 adapter in one unit.
 #[derive(FsdpUnit)]
 struct Mixed {

@@ -1,7 +1,10 @@
 //! The optimizer's state: inert at birth, sharded, tied to its model.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use candle_core::Tensor;
 use fsdp::memory::Category;
+use fsdp::optim::{OptimError, Optimizer, Segment, StepInfo};
 use fsdp::prelude::*;
 
 use crate::fixtures::{Dot, Dots, config, dot, full, on_ranks, weights};
@@ -64,6 +67,57 @@ fn settings_out_of_range_are_named() {
         assert!(error.contains("1.5"), "{error}");
         Ok(())
     });
+}
+
+/// Counts the calls of a rule, and leaves the weights alone.
+#[derive(Default)]
+struct Counting {
+    calls: AtomicUsize,
+}
+
+impl Optimizer for Counting {
+    fn name(&self) -> &'static str {
+        "counting"
+    }
+
+    fn state_names(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    fn update(&self, _: StepInfo, _: &mut Segment<'_>) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn learning_rate(&self) -> f64 {
+        0.0
+    }
+
+    fn set_learning_rate(&mut self, _: f64) {}
+
+    fn validate(&self) -> Result<(), OptimError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rule_runs_once_a_parameter_and_step_however_many_microbatches() {
+    for strategy in Strategy::ALL {
+        let calls = on_ranks(2, |world| {
+            let model = Dots { units: vec![Dot::zeros(40), Dot::zeros(40)] };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Counting::default())?;
+            for _ in 0..2 {
+                for microbatch in 0..4 {
+                    model.set_is_last_microbatch(microbatch == 3);
+                    let loss: Tensor = model.forward(&vec![full(40, 1.0); 2])?;
+                    model.backward(&loss)?;
+                }
+                optimizer.step(&mut model)?;
+            }
+            Ok(optimizer.rule().calls.load(Ordering::Relaxed))
+        });
+        assert_eq!(calls, [4, 4], "{strategy}");
+    }
 }
 
 #[test]

@@ -137,6 +137,19 @@ fn at_most_two_units_are_gathered_or_in_flight() {
 }
 
 #[test]
+fn every_rank_and_every_run_issues_the_same_collectives_in_the_same_order() {
+    let issued = |spans: Vec<Span>| -> Vec<(String, String)> {
+        let mut spans: Vec<Span> = spans.into_iter().filter(|span| span.lane != "compute").collect();
+        spans.sort_by_key(|span| span.issued);
+        spans.into_iter().map(|span| (span.name.to_string(), span.unit.to_string())).collect()
+    };
+    let mut runs = (0..4).flat_map(|_| traced_step(Recompute::None)).map(issued);
+    let first = runs.next().unwrap();
+    assert!(!first.is_empty());
+    assert!(runs.all(|run| run == first));
+}
+
+#[test]
 fn the_trace_is_valid_chrome_json() {
     let trace = fsdp::trace::chrome_trace(&traced_step(Recompute::None));
     let events = trace["traceEvents"].as_array().unwrap();

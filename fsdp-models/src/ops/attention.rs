@@ -8,47 +8,43 @@ use fsdp::Accumulate;
 use super::element::{Element, with_element};
 use super::exp::exp;
 use super::matmul::{Mat, MatMut, matmul};
-use super::simd::{dot, filled_by, max, sum_by, vectorise};
+use super::simd::{dot, filled_by, max, sum, vectorise};
 use super::storage::{check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
 const OP: &str = "attention";
 
-/// Queries taken at once against all keys that they see: large enough for the matrix products to run at speed, small
-/// enough that little is computed above the diagonal.
+/// Queries taken at once against all keys that they see: large enough for the matrix products to run at
+/// speed, small enough that little is computed above the diagonal.
 const BLOCK: usize = 64;
 
-/// Causal attention: `q` is `[b, t, heads * d]`, `k` and `v` are `[b, t, kv_heads * d]`, the result is `[b, t, heads * d]`.
+/// Causal attention: `q` is `[b, t, heads * d]`, `k` and `v` are `[b, t, kv_heads * d]`, the result is `[b,
+/// t, heads * d]`.
 ///
-/// Query `i` sees keys `0..=i`; scores are scaled by `d^-1/2`; query head `h` uses key head `h / (heads / kv_heads)`. Softmax is taken in
-/// f32. Scores exist for one head and one block of queries at a time; for backward only their log-sum-exp is kept, one f32 a query and head.
+/// Query `i` sees keys `0..=i`; scores are scaled by `d^-1/2`; query head `h` uses key head `h / (heads /
+/// kv_heads)`. Softmax is taken in f32. Scores exist for one head and one block of queries at a time; for
+/// backward only their log-sum-exp is kept, one f32 a query and head.
 ///
 /// # Errors
-/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32, bf16 or f16, or if a
-/// tensor is not on the CPU.
+/// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,
+/// bf16 or f16, or if a tensor is not on the CPU.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usize) -> Result<Tensor> {
     check_dtypes(OP, ("q", q), ("k", k))?;
     check_dtypes(OP, ("q", q), ("v", v))?;
     let [b, t, width] = *q.dims() else {
         bail!("{OP}: expected q of [b, t, heads * d], got {:?}", q.dims());
     };
-    if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
-        bail!("{OP}: {heads} query heads are no multiple of {kv_heads} key heads");
-    }
-    if width == 0 || !width.is_multiple_of(heads) {
-        bail!("{OP}: the last dim of q {:?} is not {heads} heads", q.dims());
-    }
-    let dim = width / heads;
-    if k.dims() != [b, t, kv_heads * dim] || v.dims() != k.dims() {
+    let shape = AttentionShape::new(OP, b, t, width, heads, kv_heads)?;
+    if k.dims() != [b, t, shape.kv_width()] || v.dims() != k.dims() {
         bail!(
             "{OP}: k {:?} and v {:?} do not fit q {:?}: expected {:?}",
             k.dims(),
             v.dims(),
             q.dims(),
-            [b, t, kv_heads * dim]
+            [b, t, shape.kv_width()]
         );
     }
-    let op = Attention { shape: AttentionShape { b, t, heads, kv_heads, dim }, lse: OnceLock::new() };
+    let op = Attention { shape, lse: OnceLock::new() };
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     if q.track_op() || k.track_op() || v.track_op() {
         q.apply_op3(&k, &v, op)
@@ -67,11 +63,22 @@ pub(super) struct AttentionShape {
 }
 
 impl AttentionShape {
-    fn q_width(self) -> usize {
+    /// Fails unless `width` is that of `heads` heads, a multiple of `kv_heads`.
+    pub fn new(op: &str, b: usize, t: usize, width: usize, heads: usize, kv_heads: usize) -> Result<Self> {
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            bail!("{op}: {heads} query heads are no multiple of {kv_heads} key heads");
+        }
+        if width == 0 || !width.is_multiple_of(heads) {
+            bail!("{op}: queries of width {width} are not {heads} heads");
+        }
+        Ok(AttentionShape { b, t, heads, kv_heads, dim: width / heads })
+    }
+
+    pub fn q_width(self) -> usize {
         self.heads * self.dim
     }
 
-    fn kv_width(self) -> usize {
+    pub fn kv_width(self) -> usize {
         self.kv_heads * self.dim
     }
 
@@ -150,26 +157,22 @@ pub(super) fn forward(shape: AttentionShape, q: &[f32], k: &[f32], v: &[f32]) ->
     (out, lse)
 }
 
-/// Turns the scores of queries `start..` into `exp(score - largest)`, zero above the diagonal; gives each row's sum and
-/// log-sum-exp.
+/// Turns the scores of queries `start..` into `exp(score - largest)`, zero above the diagonal; gives each
+/// row's sum and log-sum-exp.
 fn softmax(scores: &mut [f32], keys: usize, start: usize, sums: &mut [f32], lse: &mut [f32]) {
     vectorise(
         #[inline(always)]
         || {
             let rows = scores.chunks_exact_mut(keys).zip(sums).zip(lse);
-            for (row, ((scores, sum), lse)) in rows.enumerate() {
+            for (row, ((scores, total), lse)) in rows.enumerate() {
                 let (seen, unseen) = scores.split_at_mut(start + row + 1);
                 let max = max(seen);
                 for score in seen.iter_mut() {
                     *score = exp(*score - max);
                 }
                 unseen.fill(0.0);
-                *sum = sum_by(
-                    seen.len(),
-                    #[inline(always)]
-                    |i| seen[i],
-                );
-                *lse = max + sum.ln();
+                *total = sum(seen);
+                *lse = max + total.ln();
             }
         },
     );
@@ -205,10 +208,7 @@ pub(super) fn backward(
                 let block_dout = Mat::strided(&dout[q_at..], rows, dim, q_width);
                 matmul(MatMut::new(weights, rows, keys), Accumulate::Overwrite, shape.scale(), q, k.t());
                 matmul(MatMut::new(dscores, rows, keys), Accumulate::Overwrite, 1.0, block_dout, v.t());
-                for (row, delta) in deltas[..rows].iter_mut().enumerate() {
-                    let at = q_at + row * q_width;
-                    *delta = dot(&out[at..][..dim], &dout[at..][..dim]);
-                }
+                row_products(&out[q_at..], &dout[q_at..], dim, q_width, &mut deltas[..rows]);
                 let lse = &lse[(b * heads + head) * t + start..][..rows];
                 softmax_backward(weights, dscores, keys, start, lse, &deltas, shape.scale());
                 let weights = Mat::new(weights, rows, keys);
@@ -240,8 +240,20 @@ pub(super) fn backward(
     [dq, dk, dv]
 }
 
-/// Turns scores into softmax weights, and the weights' gradients into those of the unscaled scores; both zero above the
-/// diagonal.
+/// The scalar product of each row of `a` with that of `b`, rows of `dim` elements `stride` apart.
+fn row_products(a: &[f32], b: &[f32], dim: usize, stride: usize, products: &mut [f32]) {
+    vectorise(
+        #[inline(always)]
+        || {
+            for (row, product) in products.iter_mut().enumerate() {
+                *product = dot(&a[row * stride..][..dim], &b[row * stride..][..dim]);
+            }
+        },
+    );
+}
+
+/// Turns scores into softmax weights, and the weights' gradients into those of the unscaled scores; both zero
+/// above the diagonal.
 fn softmax_backward(
     weights: &mut [f32],
     dscores: &mut [f32],

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, b
 
 use super::element::{Element, with_element};
 use super::exp::exp;
-use super::simd::{filled_by, max, sum_by, vectorise};
+use super::simd::{filled_by, max, sum, vectorise};
 use super::storage::{dtype, elements, ids, with_elements};
 use super::weight_grad::tensor;
 
@@ -32,7 +32,8 @@ pub enum Reduction {
     Sum,
 }
 
-/// The mean over the rows of `logits` `[n, vocab]` of `-log softmax(logits)[target]`, as an f32 scalar; `targets` is u32 `[n]`.
+/// The mean over the rows of `logits` `[n, vocab]` of `-log softmax(logits)[target]`, as an f32 scalar;
+/// `targets` is u32 `[n]`.
 ///
 /// # Errors
 /// Those of [`cross_entropy_with`].
@@ -40,14 +41,16 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, CrossEntropyOptions::default()).map(|(loss, _)| loss)
 }
 
-/// The cross-entropy of `logits` `[n, vocab]` against `targets` (u32 `[n]`), an f32 scalar, and the number of valid rows.
+/// The cross-entropy of `logits` `[n, vocab]` against `targets` (u32 `[n]`), an f32 scalar, and the number of
+/// valid rows.
 ///
-/// Softmax and logarithm are taken in f32 whatever the dtype of the logits, the sum over rows in f64. Without a valid row the loss
-/// is 0 and so is every gradient.
+/// Softmax and logarithm are taken in f32 whatever the dtype of the logits, the sum over rows in f64. Without
+/// a valid row the loss is 0 and so is every gradient.
 ///
 /// # Errors
-/// If a target is neither below `vocab` nor the ignored one (the first such target and its row are named), if the shapes do not fit,
-/// if `targets` is not u32 or `logits` not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If a target is neither below `vocab` nor the ignored one (the first such target and its row are named), if
+/// the shapes do not fit, if `targets` is not u32 or `logits` not f32, bf16 or f16, or if a tensor is not on
+/// the CPU.
 pub fn cross_entropy_with(
     logits: &Tensor,
     targets: &Tensor,
@@ -95,24 +98,22 @@ struct CrossEntropy {
 }
 
 fn statistics(logits: &[f32], vocab: usize) -> Vec<Statistics> {
+    let mut statistics = Vec::with_capacity(logits.len() / vocab);
+    let mut weights = vec![0.0; vocab];
     vectorise(
         #[inline(always)]
         || {
-            let rows = logits.chunks_exact(vocab);
-            rows.map(|row| {
+            for row in logits.chunks_exact(vocab) {
                 let max = max(row);
-                Statistics {
-                    max,
-                    sum: sum_by(
-                        row.len(),
-                        #[inline(always)]
-                        |i| exp(row[i] - max),
-                    ),
+                for (weight, logit) in weights.iter_mut().zip(row) {
+                    *weight = exp(logit - max);
                 }
-            })
-            .collect()
+                let sum = sum(&weights);
+                statistics.push(Statistics { max, sum });
+            }
         },
-    )
+    );
+    statistics
 }
 
 impl CrossEntropy {
@@ -178,7 +179,8 @@ impl CustomOp1 for CrossEntropy {
                 return Ok(Vec::new());
             }
             let logits = T::widen(logits);
-            // SAFETY: the rows of `vocab` elements cover the output, and there is a target and a statistic for each.
+            // SAFETY: the rows of `vocab` elements cover the output, and there is a target and a statistic
+            // for each.
             Ok(unsafe { filled_by(logits.len(), |out| self.backward(&logits, vocab, statistics, scale, out)) })
         })?);
         tensor(OP, dlogits, logits.shape(), logits.dtype()).map(Some)

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use candle_core::WithDType;
 use half::{bf16, f16};
 
-use super::simd::vectorise;
+use super::simd::{filled_by, vectorise};
 
 /// A floating dtype that widens to f32 exactly and is rounded to nearest even from it.
 pub(super) trait Element: WithDType {
@@ -14,6 +14,11 @@ pub(super) trait Element: WithDType {
 
     /// The values rounded to this dtype.
     fn narrow(values: Vec<f32>) -> Vec<Self>;
+
+    /// The values rounded to this dtype and widened again: the same vector where they are f32 already.
+    fn round_all(values: Vec<f32>) -> Vec<f32> {
+        Self::widen(&Self::narrow(values)).into_owned()
+    }
 
     /// One value rounded to this dtype and widened again.
     fn round(value: f32) -> f32;
@@ -25,6 +30,10 @@ impl Element for f32 {
     }
 
     fn narrow(values: Vec<f32>) -> Vec<f32> {
+        values
+    }
+
+    fn round_all(values: Vec<f32>) -> Vec<f32> {
         values
     }
 
@@ -45,17 +54,35 @@ fn bf16_bits(value: f32) -> u16 {
 
 impl Element for bf16 {
     fn widen(values: &[bf16]) -> Cow<'_, [f32]> {
-        vectorise(
-            #[inline(always)]
-            || Cow::Owned(values.iter().map(|v| f32::from_bits(u32::from(v.to_bits()) << 16)).collect()),
-        )
+        // SAFETY: both slices have the same length, so the loop writes each element.
+        Cow::Owned(unsafe {
+            filled_by(values.len(), |wide| {
+                vectorise(
+                    #[inline(always)]
+                    || {
+                        for (wide, value) in wide.iter_mut().zip(values) {
+                            wide.write(f32::from_bits(u32::from(value.to_bits()) << 16));
+                        }
+                    },
+                )
+            })
+        })
     }
 
     fn narrow(values: Vec<f32>) -> Vec<bf16> {
-        vectorise(
-            #[inline(always)]
-            || values.iter().map(|&v| bf16::from_bits(bf16_bits(v))).collect(),
-        )
+        // SAFETY: as above.
+        unsafe {
+            filled_by(values.len(), |narrow| {
+                vectorise(
+                    #[inline(always)]
+                    || {
+                        for (narrow, value) in narrow.iter_mut().zip(&values) {
+                            narrow.write(bf16::from_bits(bf16_bits(*value)));
+                        }
+                    },
+                )
+            })
+        }
     }
 
     #[inline(always)]

@@ -12,8 +12,8 @@ const OP: &str = "embedding";
 /// The rows `ids` (u32, any shape) of `weight` `[vocab, dim]`: the result is `[ids' shape.., dim]`.
 ///
 /// # Errors
-/// If an id is not below `vocab` (the first such id and its position are named), if `ids` is not u32, if `weight` is not
-/// a matrix of f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If an id is not below `vocab` (the first such id and its position are named), if `ids` is not u32, if
+/// `weight` is not a matrix of f32, bf16 or f16, or if a tensor is not on the CPU.
 pub fn embedding(ids: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tensor> {
     let [vocab, dim] = *weight.dims() else {
         bail!("{OP}: expected a weight of [vocab, dim], got {:?}", weight.dims());

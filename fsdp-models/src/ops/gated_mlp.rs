@@ -15,14 +15,15 @@ use super::weight_grad::{Bundle, deliver, tensor};
 
 const OP: &str = "gated-mlp";
 
-/// `down(silu(gate(x)) * up(x))`: `x` is `[.., dim]`, `gate` and `up` are `[hidden, dim]`, `down` is `[dim, hidden]`; `sinks` are those of
-/// gate, up and down.
+/// `down(silu(gate(x)) * up(x))`: `x` is `[.., dim]`, `gate` and `up` are `[hidden, dim]`, `down` is `[dim,
+/// hidden]`; `sinks` are those of gate, up and down.
 ///
-/// The same values as [`linear`](super::linear()) and [`swiglu`](super::swiglu()) composed. Kept for backward: the outputs of gate and
-/// up.
+/// The same values as [`linear`](super::linear()) and [`swiglu`](super::swiglu()) composed. Kept for
+/// backward: the outputs of gate and up.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
+/// CPU.
 pub fn gated_mlp(
     x: &Tensor,
     gate: &Tensor,

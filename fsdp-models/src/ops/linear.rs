@@ -13,7 +13,8 @@ const OP: &str = "linear";
 /// `x wᵀ`: `x` is `[.., in]`, `weight` `[out, in]`, the result `[.., out]`.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
+/// CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tensor> {
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);

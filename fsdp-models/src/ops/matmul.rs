@@ -10,10 +10,11 @@ use super::simd::filled_by;
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 
-/// Sets how many threads one matrix product may use, for every thread of this process (1 at start). Zero counts as 1.
+/// Sets how many threads one matrix product may use, for every thread of this process (1 at start). Zero
+/// counts as 1.
 ///
-/// With 1 a product runs in the calling thread: right where the ranks of a job are threads that fill the machine. With
-/// more, large products are split over rayon's global pool.
+/// With 1 a product runs in the calling thread: right where the ranks of a job are threads that fill the
+/// machine. With more, large products are split over rayon's global pool.
 pub fn set_threads(n: usize) {
     THREADS.store(n.max(1), Ordering::Relaxed);
 }
@@ -111,9 +112,9 @@ pub(super) fn matmul(dst: MatMut<'_>, mode: Accumulate, scale: f32, a: Mat<'_>, 
         1 => gemm::Parallelism::None,
         n => gemm::Parallelism::Rayon(n),
     };
-    // SAFETY: every index of the three matrices is inside its slice (checked where the views are made; a transpose
-    // reaches the same indices), `dst` is exclusively borrowed and its elements are distinct; it is read only
-    // if `add`, and then it is initialised. Strides fit `isize` because the slices they index do.
+    // SAFETY: every index of the three matrices is inside its slice (checked where the views are made; a
+    // transpose reaches the same indices), `dst` is exclusively borrowed and its elements are distinct; it is
+    // read only if `add`, and then it is initialised. Strides fit `isize` because the slices they index do.
     unsafe {
         gemm::gemm(
             dst.rows,

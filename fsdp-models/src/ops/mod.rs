@@ -1,19 +1,24 @@
 //! Fused operations with backward for training a Llama on the CPU, on plain candle tensors.
 //!
-//! Each takes f32, bf16 or f16 tensors (all floating arguments of one call of one dtype), contiguous or not, and computes
-//! in f32: 16-bit arguments are widened to f32, the result is rounded once. Matrix products accumulate in f32,
-//! reductions run in a fixed order, so the same call gives the same bits every time.
+//! Each takes f32, bf16 or f16 tensors (all floating arguments of one call of one dtype), contiguous or not,
+//! and computes in f32: 16-bit arguments are widened to f32, the result is rounded once. Matrix products
+//! accumulate in f32, reductions run in a fixed order, so the same call gives the same bits every time.
 //!
 //! # Weight gradients
-//! An op with a weight takes its [`GradSink`](fsdp::GradSink). In backward, a sink that is open gets the weight gradient
-//! written in place, in f32, and candle's gradient store gets none for this weight. With a closed sink, or for a weight
-//! that is computed from other tensors (tracked, but not a variable), the gradient is returned to candle as usual, in the weight's dtype.
-//! Pass [`GradSink::closed`](fsdp::GradSink::closed) for a plain variable. Inputs that are not tracked cost no gradient; if
-//! nothing is tracked no graph is built.
+//! An op with a weight takes its [`GradSink`](fsdp::GradSink). In backward, a sink that is open gets the
+//! weight gradient written in place, in f32, and candle's gradient store gets none for this weight. With a
+//! closed sink, or for a weight that is computed from other tensors (tracked, but not a variable), the
+//! gradient is returned to candle as usual, in the weight's dtype. Pass
+//! [`GradSink::closed`](fsdp::GradSink::closed) for a plain variable. Inputs that are not tracked cost no
+//! gradient; if nothing is tracked no graph is built.
 //!
 //! # Threads
-//! An op runs in the calling thread; its matrix products may use more, see [`set_threads`].
+//! An op runs in the calling thread; its matrix products may use more, see [`set_threads`]. candle's own
+//! element-wise operations, those of its gradient store included, split anything from 65,536 elements on over
+//! one pool of spinning threads, with one lock for the process, unless the environment variable
+//! `CANDLE_NUM_THREADS` is 1 before the first of them: set it where ranks are threads.
 
+mod allocator;
 mod attention;
 mod cross_entropy;
 mod element;
@@ -24,11 +29,13 @@ mod linear;
 mod matmul;
 mod rms_norm;
 mod rope;
+mod self_attention;
 mod simd;
 mod storage;
 mod swiglu;
 mod weight_grad;
 
+pub use allocator::retain_freed_memory;
 pub use attention::attention;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
 pub use embedding::embedding;
@@ -37,4 +44,5 @@ pub use linear::linear;
 pub use matmul::{set_threads, threads};
 pub use rms_norm::rms_norm;
 pub use rope::rope;
+pub use self_attention::{SelfAttentionWeights, self_attention};
 pub use swiglu::swiglu;

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use fsdp::GradSink;
 
 use super::element::{Element, with_element};
-use super::simd::{dot, filled_by, sum_by, vectorise};
+use super::simd::{dot, dot3, filled_by, vectorise};
 use super::storage::{check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, store, tensor};
 
@@ -15,11 +15,12 @@ const OP: &str = "rms-norm";
 
 /// `weight * round(x / sqrt(mean(x²) + eps))` over the last dim: `x` is `[.., dim]`, `weight` `[dim]`.
 ///
-/// The statistics are taken in f32; as in Hugging Face's Llama, the normalised value is rounded to the dtype of `x`
-/// before it is multiplied by the weight.
+/// The statistics are taken in f32; as in Hugging Face's Llama, the normalised value is rounded to the dtype
+/// of `x` before it is multiplied by the weight.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
+/// CPU.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Result<Tensor> {
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -57,20 +58,20 @@ fn forward<T: Element>(x: &[f32], weight: &[f32], eps: f32, out: &mut [MaybeUnin
     if width == 0 {
         return Vec::new();
     }
+    let mut scales = Vec::with_capacity(x.len() / width);
     vectorise(
         #[inline(always)]
         || {
-            let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width));
-            rows.map(|(x, out)| {
+            for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
                 let scale = 1.0 / (dot(x, x) / width as f32 + eps).sqrt();
                 for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
                     out.write(weight * T::round(x * scale));
                 }
-                scale
-            })
-            .collect()
+                scales.push(scale);
+            }
         },
-    )
+    );
+    scales
 }
 
 /// Writes the gradient of `x` and adds up that of the weight in `dweight`.
@@ -91,14 +92,10 @@ fn backward<T: Element>(
         || {
             let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
             for (((x, dy), dx), &scale) in rows.zip(scales) {
-                let dweight = &mut dweight[..width];
+                let (x, dy) = (&x[..width], &dy[..width]);
+                let (dx, dweight) = (&mut dx[..width], &mut dweight[..width]);
                 // With n = x scale: dx = scale (dn - n mean(dn n)), dn = dy weight.
-                let mean = sum_by(
-                    width,
-                    #[inline(always)]
-                    |i| dy[i] * weight[i] * x[i],
-                ) * scale
-                    / width as f32;
+                let mean = dot3(dy, weight, x) * scale / width as f32;
                 for i in 0..width {
                     let normal = x[i] * scale;
                     dweight[i] += dy[i] * T::round(normal);
@@ -124,7 +121,8 @@ impl CustomOp2 for RmsNorm {
         let y = with_element!(OP, dtype(x), T => {
             let x = T::widen(elements(OP, x, x_layout)?);
             let weight = T::widen(elements(OP, weight, weight_layout)?);
-            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty weight).
+            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty
+            // weight).
             let y = unsafe {
                 filled_by(x.len(), |out| {
                     let _ = self.scales.set(forward::<T>(&x, &weight, self.eps, out));

@@ -11,13 +11,14 @@ use super::weight_grad::tensor;
 
 const OP: &str = "rope";
 
-/// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32
-/// `[t, head_dim / 2]` and get no gradient.
+/// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32 `[t,
+/// head_dim / 2]` and get no gradient.
 ///
 /// The pairs are those of Hugging Face's Llama: element `i` of a head goes with element `i + head_dim / 2`.
 ///
 /// # Errors
-/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is
+/// not on the CPU.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
     let [_, t, width] = *x.dims() else {
         bail!("{OP}: expected x of [b, t, heads * head_dim], got {:?}", x.dims());
@@ -25,22 +26,27 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tens
     if heads == 0 || !width.is_multiple_of(2 * heads) {
         bail!("{OP}: the last dim of x {:?} is not {heads} heads of even size", x.dims());
     }
-    let half = width / heads / 2;
+    check_angles(OP, cos, sin, t, width / heads)?;
+    let op = Rope { cos: cos.detach().contiguous()?, sin: sin.detach().contiguous()?, heads };
+    let x = x.contiguous()?;
+    if x.track_op() { x.apply_op1(op) } else { x.apply_op1_no_bwd(&op) }
+}
+
+/// Fails unless `cos` and `sin` are f32 `[t, head_dim / 2]`.
+pub(super) fn check_angles(op: &str, cos: &Tensor, sin: &Tensor, t: usize, head_dim: usize) -> Result<()> {
+    let half = head_dim / 2;
     if cos.dims() != [t, half] || sin.dims() != [t, half] {
         bail!(
-            "{OP}: cos {:?} and sin {:?} do not fit x {:?} of {heads} heads: expected {:?}",
+            "{op}: cos {:?} and sin {:?} do not fit {t} positions and heads of {head_dim}: expected {:?}",
             cos.dims(),
             sin.dims(),
-            x.dims(),
             [t, half]
         );
     }
     if cos.dtype() != DType::F32 || sin.dtype() != DType::F32 {
-        bail!("{OP}: cos is {}, sin is {}: expected f32", cos.dtype().as_str(), sin.dtype().as_str());
+        bail!("{op}: cos is {}, sin is {}: expected f32", cos.dtype().as_str(), sin.dtype().as_str());
     }
-    let op = Rope { cos: cos.detach().contiguous()?, sin: sin.detach().contiguous()?, heads };
-    let x = x.contiguous()?;
-    if x.track_op() { x.apply_op1(op) } else { x.apply_op1_no_bwd(&op) }
+    Ok(())
 }
 
 struct Rope {
@@ -50,12 +56,57 @@ struct Rope {
 }
 
 /// Which way to turn: backward is the inverse, which is the transpose.
-#[derive(Clone, Copy, PartialEq)]
-enum Turn {
+#[derive(Clone, Copy)]
+pub(super) enum Turn {
     Forward,
     Back,
 }
 
+impl Turn {
+    fn sign(self) -> f32 {
+        match self {
+            Turn::Forward => 1.0,
+            Turn::Back => -1.0,
+        }
+    }
+}
+
+/// One pair, turned by an angle.
+#[inline(always)]
+fn turned(low: f32, high: f32, cos: f32, sin: f32) -> (f32, f32) {
+    (low * cos - high * sin, high * cos + low * sin)
+}
+
+/// Turns rows of heads of `2 * half` elements where they are; `cos` and `sin` are those of the rows'
+/// positions, repeated as often as there are sequences.
+pub(super) fn rotate_in_place(
+    x: &mut [f32],
+    cos: &[f32],
+    sin: &[f32],
+    half: usize,
+    heads: usize,
+    turn: Turn,
+) {
+    if x.is_empty() {
+        return;
+    }
+    vectorise(
+        #[inline(always)]
+        || {
+            let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half)).cycle();
+            for (x, (cos, sin)) in x.chunks_exact_mut(heads * 2 * half).zip(angles) {
+                for head in x.chunks_exact_mut(2 * half) {
+                    let (low, high) = head.split_at_mut(half);
+                    for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                        (*low, *high) = turned(*low, *high, *cos, turn.sign() * sin);
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// The same into new memory.
 fn rotate(
     x: &[f32],
     cos: &[f32],
@@ -68,7 +119,6 @@ fn rotate(
     if x.is_empty() {
         return;
     }
-    let sign = if turn == Turn::Forward { 1.0 } else { -1.0 };
     let width = heads * 2 * half;
     vectorise(
         #[inline(always)]
@@ -80,9 +130,9 @@ fn rotate(
                     let (x_low, x_high) = x.split_at(half);
                     let (low, high) = out.split_at_mut(half);
                     for i in 0..half {
-                        let sin = sign * sin[i];
-                        low[i].write(x_low[i] * cos[i] - x_high[i] * sin);
-                        high[i].write(x_high[i] * cos[i] + x_low[i] * sin);
+                        let pair = turned(x_low[i], x_high[i], cos[i], turn.sign() * sin[i]);
+                        low[i].write(pair.0);
+                        high[i].write(pair.1);
                     }
                 }
             }
@@ -95,7 +145,8 @@ impl Rope {
         let (_, half) = self.cos.dims2()?;
         with_elements(OP, &self.cos, |cos| {
             with_elements(OP, &self.sin, |sin| {
-                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles repeat for ever.
+                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles
+                // repeat for ever.
                 Ok(unsafe { filled_by(x.len(), |out| rotate(x, cos, sin, half, self.heads, turn, out)) })
             })
         })

@@ -26,7 +26,8 @@ pub(super) fn cpu<'a>(op: &str, storage: &'a Storage) -> Result<&'a CpuStorage> 
     }
 }
 
-/// The dtype in which `storage` really holds its elements, which for a resharded parameter is none that can be computed with.
+/// The dtype in which `storage` really holds its elements, which for a resharded parameter is none that can
+/// be computed with.
 pub(super) fn dtype(storage: &CpuStorage) -> DType {
     candle_core::backend::BackendStorage::dtype(storage)
 }

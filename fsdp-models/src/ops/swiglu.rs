@@ -86,7 +86,8 @@ impl CustomOp2 for Swiglu {
             with_elements::<T, _>(OP, up, |up| with_elements::<T, _>(OP, &dy, |dy| {
                 let (gate, up, dy) = (T::widen(gate), T::widen(up), T::widen(dy));
                 let mut dup = Vec::new();
-                // SAFETY: all five have the length of `gate`, so the loop writes each element of both outputs.
+                // SAFETY: all five have the length of `gate`, so the loop writes each element of both
+                // outputs.
                 let dgate = unsafe {
                     filled_by(gate.len(), |dgate| {
                         dup = filled_by(gate.len(), |dup| {

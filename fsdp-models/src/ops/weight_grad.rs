@@ -19,8 +19,8 @@ pub(super) fn tensor(op: &str, values: Vec<f32>, shape: &Shape, dtype: DType) ->
 
 /// Delivers a weight's gradient, which `compute` writes into f32 memory of the weight's size, or adds to it.
 ///
-/// Returns what the op's `bwd` must return for the weight: `None` if the sink took the gradient or no one wants it. Only a
-/// leaf's gradient may go to a sink: candle panics if a node inside its graph gets none.
+/// Returns what the op's `bwd` must return for the weight: `None` if the sink took the gradient or no one
+/// wants it. Only a leaf's gradient may go to a sink: candle panics if a node inside its graph gets none.
 pub(super) fn deliver(
     op: &str,
     weight: &Tensor,
@@ -63,9 +63,10 @@ type Slots = Arc<Mutex<Vec<Option<Tensor>>>>;
 
 /// Up to three weights tied to one argument of an op, because candle tracks at most three.
 ///
-/// The argument is a node of one element that depends on the weights. The op that takes it leaves the weights' gradients
-/// with [`Bundle::leave`] in its `bwd` and returns what that gives as the argument's gradient; candle visits the node after
-/// the op, and the node's own `bwd` hands the gradients on. So no gradient is lost: what a sink did not take goes to candle.
+/// The argument is a node of one element that depends on the weights. The op that takes it leaves the
+/// weights' gradients with [`Bundle::leave`] in its `bwd` and returns what that gives as the argument's
+/// gradient; candle visits the node after the op, and the node's own `bwd` hands the gradients on. So no
+/// gradient is lost: what a sink did not take goes to candle.
 pub(super) struct Bundle {
     slots: Slots,
 }
@@ -89,7 +90,8 @@ impl Bundle {
         Ok((Bundle { slots }, argument))
     }
 
-    /// Leaves the weights' gradients, in their order, for the bundle's node; returns the gradient of the argument.
+    /// Leaves the weights' gradients, in their order, for the bundle's node; returns the gradient of the
+    /// argument.
     pub fn leave(&self, argument: &Tensor, grads: Vec<Option<Tensor>>) -> Result<Option<Tensor>> {
         *self.slots.lock().unwrap_or_else(PoisonError::into_inner) = grads;
         if argument.track_op() { argument.zeros_like().map(Some) } else { Ok(None) }

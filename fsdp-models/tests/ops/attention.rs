@@ -4,7 +4,7 @@ use fsdp_models::ops::attention;
 use crate::harness::{DTYPES, compare, distance, values, variable, views};
 
 /// All scores at once, masked, softmax, times the values.
-fn reference(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usize) -> Result<Tensor> {
+pub fn reference(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usize) -> Result<Tensor> {
     let (b, t, width) = q.dims3()?;
     let dim = width / heads;
     let group = heads / kv_heads;
@@ -128,7 +128,7 @@ fn what_does_not_fit_is_named() {
     let error = attention(&q, &k, &v, 4, 4).unwrap_err().to_string();
     assert!(error.contains("k [1, 5, 16]") && error.contains("expected [1, 5, 32]"), "{error}");
     let error = attention(&q, &k, &v, 5, 5).unwrap_err().to_string();
-    assert!(error.contains("q [1, 5, 32] is not 5 heads"), "{error}");
+    assert!(error.contains("queries of width 32 are not 5 heads"), "{error}");
     let error = attention(&q, &k.to_dtype(DType::BF16).unwrap(), &v, 4, 2).unwrap_err().to_string();
     assert!(error.contains("q is f32, but k is bf16"), "{error}");
 }

@@ -13,7 +13,7 @@ fn swiglu_reference(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     (gate / (gate.neg()?.exp()? + 1.0)?)? * up
 }
 
-fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
+pub fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
     let angles: Vec<f32> = (0..t * half)
         .map(|i| (i / half) as f32 * 10000f32.powf(-((i % half) as f32) / half as f32))
         .collect();
@@ -21,7 +21,7 @@ fn angles(t: usize, half: usize) -> (Tensor, Tensor) {
     (angles.cos().unwrap(), angles.sin().unwrap())
 }
 
-fn rope_reference(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
+pub fn rope_reference(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
     let (b, t, width) = x.dims3()?;
     let half = width / heads / 2;
     let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
@@ -51,8 +51,7 @@ fn rms_norm_is_the_composed_one() {
 
 #[test]
 fn rms_norm_rounds_before_the_weight() {
-    // 1/sqrt(mean) = 1/3: 1/3 rounds to 0.333984375 in bf16, and 3 times that to 1.0; 3 * (1/3) unrounded is 1 too, but
-    // 0.333984375 * 257/256 differs from 1/3 * 257/256 after rounding.
+    // The mean square is 9. 1/3 and 5/3 are not bf16 numbers, so rounding twice differs from rounding once.
     let x = Tensor::new(&[1f32, 1.0, 5.0], &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
     let weight = Tensor::new(&[1.5f32, 1.25, 1.75], &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
     let y = rms_norm(&x, &weight, 0.0, &GradSink::closed()).unwrap().to_dtype(DType::F32).unwrap();

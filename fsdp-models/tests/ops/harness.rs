@@ -32,8 +32,8 @@ pub fn bits(tensor: &Tensor) -> Vec<u32> {
     tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// `|a - b| / |b|` in the Euclidean norm. A norm below 1 counts as 1: all values here are of order 1, and what cancels
-/// among them (the gradient of the only score of a row) is exact only to their rounding.
+/// `|a - b| / |b|` in the Euclidean norm. A norm below 1 counts as 1: all values here are of order 1, and
+/// what cancels among them (the gradient of the only score of a row) is exact only to their rounding.
 pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
     let (a, b) = (flat(a), flat(b));
@@ -47,7 +47,8 @@ pub fn variable(values: &Tensor) -> Tensor {
     Var::from_tensor(values).unwrap().into_inner()
 }
 
-/// The result of `f` on variables of these values, and the gradient of each for a fixed gradient of the result.
+/// The result of `f` on variables of these values, and the gradient of each for a fixed gradient of the
+/// result.
 pub fn with_gradients(
     args: &[Tensor],
     f: impl Fn(&[Tensor]) -> Result<Tensor>,

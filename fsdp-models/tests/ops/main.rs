@@ -1,4 +1,5 @@
-//! Each fused op against the same mathematics composed of plain candle operations in f64, forward and backward.
+//! Each fused op against the same mathematics composed of plain candle operations in f64, forward and
+//! backward.
 
 mod attention;
 mod cross_entropy;

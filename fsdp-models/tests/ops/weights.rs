@@ -2,8 +2,12 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp::GradSink;
-use fsdp_models::ops::{embedding, gated_mlp, linear, rms_norm};
+use fsdp_models::ops::{
+    SelfAttentionWeights, attention, embedding, gated_mlp, linear, rms_norm, rope, self_attention, swiglu,
+};
 
+use crate::attention::reference as attention_reference;
+use crate::elementwise::{angles, rope_reference};
 use crate::harness::{DTYPES, bits, compare, distance, ids, values, variable, views};
 
 fn linear_reference(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
@@ -89,6 +93,74 @@ fn gated_mlp_is_the_composed_one() {
     }
 }
 
+fn attend(
+    x: &Tensor,
+    w: &[Tensor],
+    s: &[GradSink],
+    cos: &Tensor,
+    sin: &Tensor,
+    heads: [usize; 2],
+) -> Result<Tensor> {
+    let weights =
+        SelfAttentionWeights { q: (&w[0], &s[0]), k: (&w[1], &s[1]), v: (&w[2], &s[2]), o: (&w[3], &s[3]) };
+    self_attention(x, weights, cos, sin, heads[0], heads[1])
+}
+
+#[test]
+fn self_attention_is_the_composed_one() {
+    for (dtype, tolerance) in DTYPES {
+        for (b, t, dim, heads, kv_heads, d, out) in [
+            (1, 1, 8, 2, 1, 4, 8),
+            (2, 7, 12, 3, 3, 8, 5),
+            (2, 65, 32, 4, 2, 32, 32),
+            (1, 129, 16, 2, 1, 64, 16),
+        ] {
+            let (cos, sin) = angles(t, d / 2);
+            compare(
+                &format!("self-attention b {b} t {t} dim {dim} heads {heads}/{kv_heads} d {d}"),
+                dtype,
+                tolerance * 2.0,
+                &[
+                    values(4, &[b, t, dim]),
+                    values(5, &[heads * d, dim]),
+                    values(6, &[kv_heads * d, dim]),
+                    values(7, &[kv_heads * d, dim]),
+                    values(8, &[out, heads * d]),
+                ],
+                |a| attend(&a[0], &a[1..], &[(); 4].map(|()| closed()), &cos, &sin, [heads, kv_heads]),
+                |a| {
+                    let q = rope_reference(&linear_reference(&a[0], &a[1])?, &cos, &sin, heads)?;
+                    let k = rope_reference(&linear_reference(&a[0], &a[2])?, &cos, &sin, kv_heads)?;
+                    let v = linear_reference(&a[0], &a[3])?;
+                    linear_reference(&attention_reference(&q, &k, &v, heads, kv_heads)?, &a[4])
+                },
+            );
+        }
+    }
+}
+
+#[test]
+fn fused_ops_have_the_bits_of_the_composed_ones() {
+    for (dtype, _) in DTYPES {
+        let cast = |x: Tensor| x.to_dtype(dtype).unwrap();
+        let x = cast(values(1, &[2, 9, 16]));
+        let w = [[16, 16], [8, 16], [8, 16], [16, 16]].map(|dims| cast(values(2, &dims)));
+        let (cos, sin) = angles(9, 4);
+        let fused = attend(&x, &w, &[(); 4].map(|()| closed()), &cos, &sin, [2, 1]).unwrap();
+        let [q, k, v] = [0, 1, 2].map(|at| linear(&x, &w[at], &closed()).unwrap());
+        let (q, k) = (rope(&q, &cos, &sin, 2).unwrap(), rope(&k, &cos, &sin, 1).unwrap());
+        let composed = linear(&attention(&q, &k, &v, 2, 1).unwrap(), &w[3], &closed()).unwrap();
+        assert_eq!(distance(&fused, &composed), 0.0);
+
+        let fused =
+            gated_mlp(&x, &w[1], &w[2], &w[1].t().unwrap(), [&closed(), &closed(), &closed()]).unwrap();
+        let inner =
+            swiglu(&linear(&x, &w[1], &closed()).unwrap(), &linear(&x, &w[2], &closed()).unwrap()).unwrap();
+        let composed = linear(&inner, &w[1].t().unwrap(), &closed()).unwrap();
+        assert_eq!(distance(&fused, &composed), 0.0);
+    }
+}
+
 type Op = Box<dyn Fn(&Tensor, &[Tensor], &[GradSink]) -> Result<Tensor>>;
 
 /// Each op with weights: an input, the weights, the op.
@@ -119,6 +191,15 @@ fn weighted_ops() -> Vec<(&'static str, Tensor, Vec<Tensor>, Op)> {
             values(1, &[17, 12]),
             vec![values(2, &[20, 12]), values(3, &[20, 12]), values(4, &[12, 20])],
             Box::new(|x, w, s| gated_mlp(x, &w[0], &w[1], &w[2], [&s[0], &s[1], &s[2]])),
+        ),
+        (
+            "self_attention",
+            values(1, &[17, 12]),
+            vec![values(2, &[12, 12]), values(3, &[4, 12]), values(4, &[4, 12]), values(5, &[12, 12])],
+            Box::new(|x, w, s| {
+                let (cos, sin) = angles(17, 2);
+                attend(&x.unsqueeze(0)?, w, s, &cos, &sin, [3, 1])?.squeeze(0)
+            }),
         ),
     ]
 }
@@ -347,6 +428,19 @@ fn what_does_not_fit_is_named() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("gate [5, 8], up [6, 8] and down [5, 8] do not fit"), "{error}");
+
+    let (cos, sin) = angles(3, 2);
+    let square = values(2, &[8, 8]);
+    let sinks = [(); 4].map(|()| closed());
+    let attend = |weights: [&Tensor; 4], heads| {
+        attend(&x, &weights.map(Tensor::clone), &sinks, &cos, &sin, heads).unwrap_err().to_string()
+    };
+    let error = attend([&square, &square, &square, &square], [2, 1]);
+    assert!(error.contains("k [8, 8] and v [8, 8] do not fit q [8, 8]: expected 4 rows"), "{error}");
+    let error = attend([&square, &square, &square, &w], [1, 1]);
+    assert!(error.contains("cos [3, 2] and sin [3, 2] do not fit 3 positions and heads of 8"), "{error}");
+    let error = attend([&square, &square, &square, &values(2, &[8, 9])], [2, 2]);
+    assert!(error.contains("o [8, 9] does not fit q [8, 8]: expected [out, 8]"), "{error}");
 
     let ids = Tensor::new(&[[0u32, 256], [300, 257]], &Device::Cpu).unwrap();
     let error = embedding(&ids, &values(3, &[257, 4]), &closed()).unwrap_err().to_string();

@@ -1,10 +1,10 @@
 //! The token that proves a unit is unsharded.
 
-use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::Tensor;
+use parking_lot::Mutex;
 
 use super::core::Engine;
 use super::param::Param;
@@ -27,7 +27,7 @@ pub(crate) struct Frame {
     pub track: bool,
     pub training: bool,
     /// Parameters of enclosing units that were read: their gradients appear in this unit's graph.
-    pub borrowed: RefCell<Vec<Param>>,
+    pub borrowed: Mutex<Vec<Param>>,
 }
 
 impl Frame {
@@ -72,7 +72,7 @@ impl Scope<'_> {
                 return Err(Error::Param { param: bound.name.clone(), message }.into());
             }
             if bound.requires_grad && frame.track {
-                frame.borrowed.borrow_mut().push(param.clone());
+                frame.borrowed.lock().push(param.clone());
             }
         }
         Ok(if frame.track { bound.variable.clone() } else { bound.variable.detach() })

@@ -36,7 +36,8 @@ impl GradSink {
         Self::default()
     }
 
-    /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for tests of ops.
+    /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for tests of
+    /// ops.
     #[doc(hidden)]
     pub fn open_for_test(numel: usize) -> (Self, impl Fn() -> Vec<f32>) {
         let slice = Slice::zeros(Dtype::F32, numel, None);
