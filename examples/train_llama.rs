@@ -26,7 +26,7 @@ const DEFAULT_SEQ: usize = 128;
 
 /// Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
 #[derive(Parser)]
-#[command(about, max_term_width = 110)]
+#[command(max_term_width = 110, args_override_self = true)]
 struct Options {
     #[command(flatten)]
     model: ModelOptions,
@@ -107,7 +107,7 @@ struct ShardingOptions {
 #[command(next_help_heading = "Training")]
 struct TrainingOptions {
     /// Optimizer steps
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 400)]
     steps: usize,
     /// Sequences of a step, all ranks and microbatches together; those of the file with --tokens
     #[arg(long)]
@@ -352,7 +352,7 @@ fn write_trace(mut file: AtomicFile, spans: &[Vec<Span>]) -> Result<()> {
 }
 
 fn print_result(summaries: &[TrainSummary]) {
-    println!("\n{}", report::memory(summaries));
+    println!("{}", report::memory(summaries));
     let steps = &summaries[0].steps;
     if let [StepMetrics { loss: first, .. }, .., StepMetrics { loss: last, .. }] = steps.as_slice() {
         println!("loss {first:.4} at the first step, {last:.4} at the last of {}", steps.len());

@@ -13,6 +13,29 @@ use crate::ops;
 ///
 /// On token ids (u32 `[b, t]`) its forward returns the logits `[b, t, vocab]`, on `(inputs, targets)`, both u32 `[b, t]`, the mean
 /// cross-entropy over all tokens as an f32 scalar.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fsdp::prelude::*;
+/// use fsdp_models::{Llama, LlamaConfig};
+///
+/// let config: LlamaConfig = serde_json::from_str(
+///     r#"{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}"#,
+/// )?;
+/// fsdp::launch::local(2, |world| -> fsdp_models::Result<()> {
+///     let mut model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
+///     let mut optimizer = model.optimizer(AdamW::default())?;
+///     let inputs = Tensor::new(&[[1u32, 2, 3]], &Device::Cpu)?;
+///     let targets = Tensor::new(&[[2u32, 3, 4]], &Device::Cpu)?;
+///     let loss: Tensor = model.forward(&(inputs.clone(), targets))?;
+///     model.backward(&loss)?;
+///     optimizer.step(&mut model)?;
+///     let logits: Tensor = model.evaluate(&inputs)?;
+///     assert_eq!(logits.dims(), [1, 3, 10]);
+///     Ok(())
+/// })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, FsdpUnit)]
 pub struct Llama {
     #[fsdp(rename = "model.embed_tokens")]

@@ -150,3 +150,50 @@ fn hint(checked: &bool) -> &'static str {
         "Run again with `check_finite` to learn which unit's output was the first that is not finite"
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{TextDataset, TextOptions};
+
+    fn options() -> TrainOptions {
+        let model = r#"{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "vocab_size": 256, "max_position_embeddings": 16}"#;
+        TrainOptions::new(serde_json::from_str(model).unwrap(), 10)
+    }
+
+    fn data(seq: usize) -> TextDataset {
+        let order = TextOptions { seq, batch: 8, vocab: 256, seed: 0 };
+        TextDataset::from_bytes(vec![b'x'; 100], order).unwrap()
+    }
+
+    #[test]
+    fn the_rate_is_constant_without_a_warm_up() {
+        let rates = |options: &TrainOptions| [0, 1, 9].map(|step| options.learning_rate(step));
+        assert_eq!(rates(&options()), [1e-3; 3]);
+        assert_eq!(rates(&TrainOptions { warmup: Some(2), ..options() }), [5e-4, 1e-3, 1e-4]);
+    }
+
+    #[test]
+    fn what_cannot_be_trained_is_refused_with_its_numbers() {
+        let refusal = |ranks, seq, options: TrainOptions| {
+            options.validate(ranks, &data(seq)).expect_err("refused").to_string()
+        };
+        options().validate(8, &data(16)).unwrap();
+        assert_eq!(refusal(0, 16, options()), "ranks is 0: it must be at least 1");
+        let none = TrainOptions { microbatches: 0, ..options() };
+        assert_eq!(refusal(1, 16, none), "microbatches is 0: it must be at least 1");
+        assert_eq!(
+            refusal(1, 17, options()),
+            "a sequence of 17 tokens is too long for a model of max_position_embeddings 16"
+        );
+        let thrice = TrainOptions { microbatches: 3, ..options() };
+        assert!(refusal(2, 16, thrice).ends_with("it must be a positive multiple of 6"));
+        let clip = TrainOptions { clip: Some(-1.0), ..options() };
+        assert_eq!(refusal(1, 16, clip), "the largest gradient norm must be positive, not -1");
+        let negative = TrainOptions { lr: -1.0, ..options() };
+        assert_eq!(refusal(1, 16, negative), "adamw: lr must be finite and at least 0, got -1");
+        let long = TrainOptions { warmup: Some(11), ..options() };
+        assert!(refusal(1, 16, long).contains("warmup must be at most the total, got 11"));
+    }
+}
