@@ -80,3 +80,8 @@ pub mod prelude {
 
 #[doc(hidden)]
 pub use fsdp_runtime::__private;
+
+/// The README's example, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

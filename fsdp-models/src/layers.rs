@@ -6,7 +6,10 @@
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
 
-use crate::{config::LlamaConfig, ops};
+use crate::{
+    config::LlamaConfig,
+    ops::{self, SelfAttentionWeights},
+};
 
 /// `x wᵀ` with a weight `[out, in]` and no bias.
 #[derive(Debug, FsdpUnit)]
@@ -160,10 +163,14 @@ impl Attention {
 impl Forward<Rope> for Attention {
     /// `[b, t, hidden]` to the same.
     fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
-        let q = rope.apply(&self.q_proj.forward(x, &(), scope)?, self.heads)?;
-        let k = rope.apply(&self.k_proj.forward(x, &(), scope)?, self.kv_heads)?;
-        let v = self.v_proj.forward(x, &(), scope)?;
-        self.o_proj.forward(&ops::attention(&q, &k, &v, self.heads, self.kv_heads)?, &(), scope)
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
+        let sinks = projections.map(|linear| linear.weight.grad_sink());
+        let [q, k, v, o] = projections.map(|linear| linear.weight.tensor(scope));
+        let (q, k, v, o) = (q?, k?, v?, o?);
+        let [q_sink, k_sink, v_sink, o_sink] = &sinks;
+        let weights =
+            SelfAttentionWeights { q: (&q, q_sink), k: (&k, k_sink), v: (&v, v_sink), o: (&o, o_sink) };
+        ops::self_attention(x, weights, &rope.cos, &rope.sin, self.heads, self.kv_heads)
     }
 }
 
