@@ -16,7 +16,9 @@ use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
-use fsdp_models::trainer::{Outputs, TrainOptions, TrainSummary, lanes, plot, quantity, report, shard, train};
+use fsdp_models::trainer::{
+    Outputs, TrainOptions, TrainSummary, lanes, plot, quantity, report, shard, train,
+};
 use fsdp_models::weights::{StoredDtype, TensorFile, TensorFileWriter};
 use fsdp_models::{AtomicFile, Llama, LlamaConfig, ops};
 
@@ -181,6 +183,7 @@ enum Alignment {
 
 fn main() -> ExitCode {
     keep_ranks_apart();
+    ops::retain_freed_memory();
     match run(Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

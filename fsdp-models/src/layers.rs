@@ -119,14 +119,6 @@ impl Rope {
         }
         Ok(Rope { cos: self.cos.narrow(0, 0, positions)?, sin: self.sin.narrow(0, 0, positions)? })
     }
-
-    /// Turns the heads of `x` `[b, t, heads * head_dim]`; the tables must be those of `t` positions.
-    ///
-    /// # Errors
-    /// Those of [`ops::rope`](crate::ops::rope()).
-    pub fn apply(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
-        ops::rope(x, &self.cos, &self.sin, heads)
-    }
 }
 
 /// Causal self-attention with grouped keys and values.
@@ -160,10 +152,17 @@ impl Attention {
 impl Forward<Rope> for Attention {
     /// `[b, t, hidden]` to the same.
     fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
-        let q = rope.apply(&self.q_proj.forward(x, &(), scope)?, self.heads)?;
-        let k = rope.apply(&self.k_proj.forward(x, &(), scope)?, self.kv_heads)?;
-        let v = self.v_proj.forward(x, &(), scope)?;
-        self.o_proj.forward(&ops::attention(&q, &k, &v, self.heads, self.kv_heads)?, &(), scope)
+        let [q, k, v, o] =
+            [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].map(|linear| &linear.weight);
+        let sinks = [q.grad_sink(), k.grad_sink(), v.grad_sink(), o.grad_sink()];
+        let [q, k, v, o] = [q.tensor(scope)?, k.tensor(scope)?, v.tensor(scope)?, o.tensor(scope)?];
+        let weights = ops::SelfAttentionWeights {
+            q: (&q, &sinks[0]),
+            k: (&k, &sinks[1]),
+            v: (&v, &sinks[2]),
+            o: (&o, &sinks[3]),
+        };
+        ops::self_attention(x, weights, &rope.cos, &rope.sin, self.heads, self.kv_heads)
     }
 }
 

@@ -41,7 +41,8 @@ pub fn lanes_svg(ranks: &[Vec<Span>]) -> String {
         for (lane, name) in LANES.iter().enumerate() {
             let y = TOP + rank as f64 * (LANES.len() as f64 * LANE + GAP) + lane as f64 * LANE;
             let _ = writeln!(svg, "<text x=\"6\" y=\"{:.1}\">rank {rank} {name}</text>", y + 16.0);
-            let in_step = spans.iter().filter(|span| span.lane == *name && span.end > from && span.start < to);
+            let in_step =
+                spans.iter().filter(|span| span.lane == *name && span.end > from && span.start < to);
             // Whole-model spans lie around those of the units.
             for span in in_step.filter(|span| !span.name.starts_with("model ")) {
                 let x = LABEL + (span.start.max(from) - from) as f64 * scale;
@@ -85,7 +86,8 @@ pub fn lanes_svg(ranks: &[Vec<Span>]) -> String {
 
 /// From the end of the last optimizer step but one to the end of the last.
 fn last_step(spans: &[Span]) -> (u64, u64) {
-    let mut ends: Vec<u64> = spans.iter().filter(|span| span.name == "optimizer").map(|span| span.end).collect();
+    let mut ends: Vec<u64> =
+        spans.iter().filter(|span| span.name == "optimizer").map(|span| span.end).collect();
     ends.sort_unstable();
     let first = spans.iter().map(|span| span.start).min().unwrap_or(0);
     let last = spans.iter().map(|span| span.end).max().unwrap_or(0);
