@@ -1,4 +1,4 @@
-//! The layers of a Llama-architecture model, on the ops of [`ops`](crate::ops).
+//! The layers of a Llama-architecture model, on the ops of [`ops`].
 //!
 //! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have the dtype of the
 //! parameters; every layer takes and returns contiguous tensors.
