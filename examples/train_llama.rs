@@ -183,6 +183,7 @@ enum Alignment {
 
 fn main() -> ExitCode {
     keep_ranks_apart();
+    ops::retain_freed_memory();
     match run(Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -1,4 +1,4 @@
-//! The layers of a Llama-architecture model, on the ops of [`ops`](crate::ops).
+//! The layers of a Llama-architecture model, on the ops of [`ops`].
 //!
 //! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have the dtype of the
 //! parameters; every layer takes and returns contiguous tensors.
@@ -6,10 +6,7 @@
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
 
-use crate::{
-    config::LlamaConfig,
-    ops::{self, SelfAttentionWeights},
-};
+use crate::{config::LlamaConfig, ops};
 
 /// `x wᵀ` with a weight `[out, in]` and no bias.
 #[derive(Debug, FsdpUnit)]
@@ -122,14 +119,6 @@ impl Rope {
         }
         Ok(Rope { cos: self.cos.narrow(0, 0, positions)?, sin: self.sin.narrow(0, 0, positions)? })
     }
-
-    /// Turns the heads of `x` `[b, t, heads * head_dim]`; the tables must be those of `t` positions.
-    ///
-    /// # Errors
-    /// Those of [`ops::rope`](crate::ops::rope()).
-    pub fn apply(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
-        ops::rope(x, &self.cos, &self.sin, heads)
-    }
 }
 
 /// Causal self-attention with grouped keys and values.
@@ -163,13 +152,16 @@ impl Attention {
 impl Forward<Rope> for Attention {
     /// `[b, t, hidden]` to the same.
     fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
-        let projections = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
-        let sinks = projections.map(|linear| linear.weight.grad_sink());
-        let [q, k, v, o] = projections.map(|linear| linear.weight.tensor(scope));
-        let (q, k, v, o) = (q?, k?, v?, o?);
-        let [q_sink, k_sink, v_sink, o_sink] = &sinks;
-        let weights =
-            SelfAttentionWeights { q: (&q, q_sink), k: (&k, k_sink), v: (&v, v_sink), o: (&o, o_sink) };
+        let [q, k, v, o] =
+            [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].map(|linear| &linear.weight);
+        let sinks = [q.grad_sink(), k.grad_sink(), v.grad_sink(), o.grad_sink()];
+        let [q, k, v, o] = [q.tensor(scope)?, k.tensor(scope)?, v.tensor(scope)?, o.tensor(scope)?];
+        let weights = ops::SelfAttentionWeights {
+            q: (&q, &sinks[0]),
+            k: (&k, &sinks[1]),
+            v: (&v, &sinks[2]),
+            o: (&o, &sinks[3]),
+        };
         ops::self_attention(x, weights, &rope.cos, &rope.sin, self.heads, self.kv_heads)
     }
 }
