@@ -113,7 +113,7 @@ pub fn chrome_trace(ranks: &[Vec<Span>]) -> Value {
         }
         for span in spans {
             let lane = LANES.iter().position(|lane| *lane == span.lane).unwrap_or(LANES.len());
-            let unit: &str = &span.unit;
+            let unit = if span.unit.is_empty() { "(root)" } else { &span.unit };
             events.push(json!({
                 "ph": "X", "pid": rank, "tid": lane,
                 "name": format!("{} {unit}", span.name),

@@ -87,10 +87,10 @@ fn one_rank_equals_plain_candle_to_the_bit() {
 
 #[test]
 fn strategies_recomputation_and_double_buffering_are_bit_equal() {
-    let run = |strategy, recompute, double_buffer, prefetch| {
+    let run = |strategy, recompute, double_buffer, prefetch, gather_budget| {
         on_ranks(3, |world| {
             let net = Net { first: Param::new(8), layers: (0..4).map(|_| Unit::new(Mlp::new())).collect() };
-            let config = FsdpConfig { recompute, double_buffer, prefetch, ..config(strategy) };
+            let config = FsdpConfig { recompute, double_buffer, prefetch, gather_budget, ..config(strategy) };
             let mut model = net.fully_shard_with(&world.data_parallel_mesh(), &config)?;
             let mut optimizer = model.optimizer(AdamW::default().lr(0.01))?;
             let mut bits = Vec::new();
@@ -104,12 +104,17 @@ fn strategies_recomputation_and_double_buffering_are_bit_equal() {
             Ok(bits)
         })
     };
-    let expected = run(Strategy::NoShard, Recompute::None, true, 1);
+    let expected = run(Strategy::NoShard, Recompute::None, true, 1, None);
     for strategy in Strategy::ALL {
         for recompute in [Recompute::None, Recompute::Unit] {
-            for (double_buffer, prefetch) in [(true, 1), (false, 1), (true, 0), (true, 3)] {
-                let bits = run(strategy, recompute, double_buffer, prefetch);
-                assert_eq!(bits, expected, "{strategy}, {recompute:?}, {double_buffer}, {prefetch}");
+            let ways =
+                [(true, 1, None), (false, 1, None), (true, 0, None), (true, 3, None), (true, 1, Some(0))];
+            for (double_buffer, prefetch, budget) in ways {
+                let bits = run(strategy, recompute, double_buffer, prefetch, budget);
+                assert_eq!(
+                    bits, expected,
+                    "{strategy}, {recompute:?}, {double_buffer}, {prefetch}, {budget:?}"
+                );
             }
         }
     }

@@ -135,6 +135,63 @@ fn nested_units_compose() {
     }
 }
 
+/// Three units of one shape, each inside the other: one more than the pool has buffers.
+#[derive(FsdpUnit)]
+struct Matryoshka {
+    w: Param,
+    inner: Option<Box<Unit<Matryoshka>>>,
+}
+
+impl Matryoshka {
+    fn new(depth: usize) -> Matryoshka {
+        let inner = (depth > 1).then(|| Box::new(Unit::new(Matryoshka::new(depth - 1))));
+        Matryoshka { w: Param::new(1).with_init(Init::Constant(2.0)), inner }
+    }
+}
+
+impl Forward for Matryoshka {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let w = self.w.tensor(scope)?;
+        let inner = match &self.inner {
+            Some(inner) => inner.forward(x, &(), scope)?,
+            None => x.clone(),
+        };
+        inner.broadcast_mul(&w)
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Shelf {
+    doll: Unit<Matryoshka>,
+}
+
+impl Forward for Shelf {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.doll.forward(x, &(), scope)?.sum_all()
+    }
+}
+
+#[test]
+fn units_nested_deeper_than_the_pool_fall_back_to_buffers_of_their_own() {
+    for recompute in [Recompute::None, Recompute::Unit] {
+        on_ranks(2, |world| {
+            let config = FsdpConfig { recompute, ..config(Strategy::default()) };
+            let shelf = Shelf { doll: Unit::new(Matryoshka::new(4)) };
+            let model = shelf.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            for _ in 0..3 {
+                let loss: Tensor = model.forward(&full(1, 3.0))?;
+                assert_eq!(loss.to_scalar::<f32>()?, 48.0);
+                model.backward(&loss)?;
+                assert!(gradients(&model)?.iter().all(|(_, gradient)| gradient == &[24.0]));
+                model.reset_step()?;
+            }
+            // Only the two buffers of the pool are left.
+            assert_eq!(model.memory(0)[4].usage.current, 2 * 32 * 4);
+            Ok(())
+        });
+    }
+}
+
 #[test]
 fn a_forward_whose_loss_is_dropped_leaves_nothing_behind() {
     for strategy in Strategy::ALL {

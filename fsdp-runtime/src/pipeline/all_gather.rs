@@ -159,7 +159,8 @@ impl AllGatherPipeline {
         let weights = &mut self.units[unit];
         weights.users -= 1;
         weights.last_used = self.clock;
-        if weights.users == 0 && !self.options.double_buffer {
+        // What is outside the fixed slots is not kept beyond its use.
+        if weights.users == 0 && (weights.slot.is_none() || !self.options.double_buffer) {
             self.evict(unit)?;
         }
         Ok(())
