@@ -1,6 +1,7 @@
 //! The training-state machine of one rank: enters and leaves units, opens and closes gradient sinks, and drives the two
 //! pipelines.
 
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -73,9 +74,9 @@ pub(crate) struct State {
     pub grad_scale: f32,
 }
 
-/// Everything a rank knows of its sharded model, but the user's module.
-pub(crate) struct Engine {
-    id: usize,
+/// What a rank knows of its sharded model and what never changes.
+pub(crate) struct Parts {
+    pub id: usize,
     pub config: FsdpConfig,
     /// The configured strategy, or `NoShard` where there is one rank.
     pub strategy: Strategy,
@@ -87,25 +88,21 @@ pub(crate) struct Engine {
     pub groups: Vec<GroupBuffers>,
     pub units: Vec<UnitInfo>,
     pub slots: Vec<Slot>,
+}
+
+/// Everything a rank knows of its sharded model, but the user's module.
+pub(crate) struct Engine {
+    parts: Parts,
     pub state: Mutex<State>,
     failure: Mutex<Option<Error>>,
 }
 
-/// The parts an engine is made of.
-pub(crate) struct Parts {
-    pub id: usize,
-    pub config: FsdpConfig,
-    pub strategy: Strategy,
-    pub comm: Arc<dyn Communicator>,
-    pub streams: Streams,
-    pub account: Account,
-    pub tracer: Arc<Tracer>,
-    pub layout: ModelLayout,
-    pub groups: Vec<GroupBuffers>,
-    pub units: Vec<UnitInfo>,
-    pub slots: Vec<Slot>,
-    pub gather: AllGatherPipeline,
-    pub reduce: GradReducePipeline,
+impl Deref for Engine {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.parts
+    }
 }
 
 /// A fresh identity for an engine.
@@ -115,10 +112,10 @@ pub(crate) fn next_id() -> usize {
 }
 
 impl Engine {
-    pub(crate) fn new(parts: Parts) -> Arc<Engine> {
+    pub(crate) fn new(parts: Parts, gather: AllGatherPipeline, reduce: GradReducePipeline) -> Arc<Engine> {
         let state = State {
-            gather: parts.gather,
-            reduce: parts.reduce,
+            gather,
+            reduce,
             units: parts.units.iter().map(|_| UnitState::default()).collect(),
             training: TrainingState::Idle,
             step: 0,
@@ -127,21 +124,7 @@ impl Engine {
             received: vec![false; parts.slots.len()],
             grad_scale: 1.0,
         };
-        Arc::new(Engine {
-            id: parts.id,
-            config: parts.config,
-            strategy: parts.strategy,
-            comm: parts.comm,
-            streams: parts.streams,
-            account: parts.account,
-            tracer: parts.tracer,
-            layout: parts.layout,
-            groups: parts.groups,
-            units: parts.units,
-            slots: parts.slots,
-            state: Mutex::new(state),
-            failure: Mutex::new(None),
-        })
+        Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
     }
 
     pub(crate) fn id(&self) -> usize {

@@ -14,7 +14,8 @@ use crate::buffer::GroupBuffers;
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
-use crate::layout::{LayoutOptions, ModelLayout};
+use crate::init::Init;
+use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::MeshDim;
 use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, ReduceOptions, Streams};
@@ -51,7 +52,51 @@ impl<M: FsdpUnit> FullyShard for M {}
 
 fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Arc<Engine>> {
     let comm = mesh.communicator().duplicate("control");
+    check_mesh(mesh)?;
+    let (collected, layout) = agree_on_layout(model, &*comm, config)?;
+    let inits = initial_values(&collected, layout.params.len());
+    let slots = slots(&collected, &layout)?;
+    let id = next_id();
+    bind_params(&collected, &layout, &slots, id)?;
+
     let (rank, ranks) = (comm.rank(), comm.size());
+    let strategy = if ranks == 1 { Strategy::NoShard } else { config.strategy };
+    let account = Account::default();
+    let streams = Streams {
+        compute: cpu::ComputeStream::new("compute"),
+        gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
+        reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
+    };
+    let allocate = |bucket: &BucketLayout| GroupBuffers::allocate(&account, bucket.clone(), strategy, rank);
+    let parts = Parts {
+        id,
+        config: config.clone(),
+        strategy,
+        groups: layout.buckets.iter().map(allocate).collect(),
+        units: units(&layout),
+        comm,
+        streams,
+        account,
+        tracer: Tracer::new(config.trace),
+        layout,
+        slots,
+    };
+    let (gather, reduce) = (gather_pipeline(&parts), reduce_pipeline(&parts));
+    let engine = Engine::new(parts, gather, reduce);
+    for (index, cell) in collected.cells.into_iter().enumerate() {
+        if !cell.bind(&engine, index + 1) {
+            let unit = engine.unit_name(index + 1).to_string();
+            return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
+        }
+    }
+    engine.fill_weights(|param, spec, range, out| {
+        inits[param].fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
+        Ok(())
+    })?;
+    Ok(engine)
+}
+
+fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     for &(dim, size) in mesh.topology().dims() {
         if dim != MeshDim::DpShard && size != 1 {
             return Err(Error::Config(format!(
@@ -59,117 +104,91 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
             )));
         }
     }
-    let collected = collect(model, config).map_err(|error| with_rank(error, rank));
-    // A rank that fails alone must not leave the others waiting: it takes part in the comparison with what it has.
-    let options = LayoutOptions { ranks, alignment: config.alignment, bucket_size: config.bucket_size };
-    let layout = collected.and_then(|collected| {
+    Ok(())
+}
+
+/// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the comparison with what it has, so that
+/// it does not leave the others waiting.
+fn agree_on_layout<'a, M: FsdpUnit>(
+    model: &'a M,
+    comm: &dyn Communicator,
+    config: &FsdpConfig,
+) -> Result<(Collected<'a>, ModelLayout)> {
+    let (alignment, bucket_size) = (config.alignment, config.bucket_size);
+    let options = LayoutOptions { ranks: comm.size(), alignment, bucket_size };
+    let collected = collect(model, config).map_err(|error| with_rank(error, comm.rank()));
+    let agreed = collected.and_then(|collected| {
         let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
         Ok((collected, layout))
     });
-    compare_ranks(&*comm, config, layout.as_ref().map(|(_, layout)| layout))?;
-    let (collected, layout) = layout?;
+    compare_ranks(comm, config, agreed.as_ref().map(|(_, layout)| layout))?;
+    agreed
+}
 
-    let strategy = if ranks == 1 { Strategy::NoShard } else { config.strategy };
-    let account = Account::default();
-    let tracer = Tracer::new(config.trace);
-    let streams = Streams {
-        compute: cpu::ComputeStream::new("compute"),
-        gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
-        reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
+/// Initial value of each physical parameter: that of its first use.
+fn initial_values(collected: &Collected<'_>, params: usize) -> Vec<Init> {
+    let mut inits = vec![Init::Zeros; params];
+    for item in collected.uses.iter().rev() {
+        inits[item.slot] = item.param.init().clone();
+    }
+    inits
+}
+
+fn units(layout: &ModelLayout) -> Vec<UnitInfo> {
+    let params = |bucket: &usize| layout.buckets[*bucket].items.iter().map(|item| item.param);
+    let unit = |unit: &UnitLayout| UnitInfo {
+        path: unit.path.as_str().into(),
+        groups: unit.buckets.clone(),
+        params: unit.buckets.iter().flat_map(params).collect(),
     };
-    let groups: Vec<GroupBuffers> = layout
-        .buckets
-        .iter()
-        .map(|bucket| GroupBuffers::allocate(&account, bucket.clone(), strategy, rank))
-        .collect();
-    let units: Vec<UnitInfo> = layout
-        .units
-        .iter()
-        .map(|unit| UnitInfo {
-            path: unit.path.as_str().into(),
-            groups: unit.buckets.clone(),
-            params: unit
-                .buckets
-                .iter()
-                .flat_map(|&bucket| layout.buckets[bucket].items.iter().map(|item| item.param))
-                .collect(),
-        })
-        .collect();
-    let slots = slots(&collected, &layout)?;
-    let unit_groups: Vec<(Arc<str>, Vec<usize>)> =
-        units.iter().map(|unit| (unit.path.clone(), unit.groups.clone())).collect();
-    let gather = AllGatherPipeline::new(
-        comm.duplicate("gather"),
-        streams.clone(),
-        tracer.clone(),
-        &account,
+    layout.units.iter().map(unit).collect()
+}
+
+fn paths_and_groups(parts: &Parts) -> Vec<(Arc<str>, Vec<usize>)> {
+    parts.units.iter().map(|unit| (unit.path.clone(), unit.groups.clone())).collect()
+}
+
+fn gather_pipeline(parts: &Parts) -> AllGatherPipeline {
+    let config = &parts.config;
+    AllGatherPipeline::new(
+        parts.comm.duplicate("gather"),
+        parts.streams.clone(),
+        parts.tracer.clone(),
+        &parts.account,
         GatherOptions {
-            strategy,
+            strategy: parts.strategy,
             prefetch: config.prefetch,
             budget: config.gather_budget,
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
             poison: config.poison,
         },
-        unit_groups.clone(),
-        &groups,
-    );
-    let reduce = GradReducePipeline::new(
-        comm.duplicate("reduce"),
-        streams.clone(),
-        tracer.clone(),
-        &account,
+        paths_and_groups(parts),
+        &parts.groups,
+    )
+}
+
+fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
+    let config = &parts.config;
+    GradReducePipeline::new(
+        parts.comm.duplicate("reduce"),
+        parts.streams.clone(),
+        parts.tracer.clone(),
+        &parts.account,
         ReduceOptions {
-            strategy,
+            strategy: parts.strategy,
             wire: config.precision.reduce,
             scale: match config.scaling {
-                GradientScaling::Mean => (1.0 / ranks as f64) as f32,
+                GradientScaling::Mean => (1.0 / parts.comm.size() as f64) as f32,
                 GradientScaling::Sum => 1.0,
             },
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
             poison: config.poison,
         },
-        unit_groups,
-        &groups,
-    );
-    let id = next_id();
-    bind_params(&collected, &layout, &slots, id)?;
-    let cells: Vec<_> = collected.cells.clone();
-    let inits: Vec<_> = {
-        let mut inits = vec![None; layout.params.len()];
-        for item in collected.uses.iter().rev() {
-            inits[item.slot] = Some(item.param.init().clone());
-        }
-        inits
-    };
-    let engine = Engine::new(Parts {
-        id,
-        config: config.clone(),
-        strategy,
-        comm,
-        streams,
-        account,
-        tracer,
-        layout,
-        groups,
-        units,
-        slots,
-        gather,
-        reduce,
-    });
-    for (index, cell) in cells.into_iter().enumerate() {
-        if !cell.bind(&engine, index + 1) {
-            let unit = engine.unit_name(index + 1).to_string();
-            return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
-        }
-    }
-    engine.fill_weights(|param, spec, range, out| {
-        let init = inits[param].as_ref().expect("every physical parameter has a use");
-        init.fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
-        Ok(())
-    })?;
-    Ok(engine)
+        paths_and_groups(parts),
+        &parts.groups,
+    )
 }
 
 fn with_rank(error: Error, rank: usize) -> Error {
