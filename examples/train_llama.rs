@@ -1,7 +1,7 @@
 //! Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
 //!
-//! `cargo run --release --example train_llama` trains a small one on this repository's own sources and docs for about a minute;
-//! `--help` tells what else it can do.
+//! `cargo run --release --example train_llama` trains a small one on this repository's own sources and docs
+//! for about a minute; `--help` tells what else it can do.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -123,7 +123,8 @@ struct TrainingOptions {
     /// Learning rate; with --warmup its highest value
     #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
     lr: f64,
-    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; constant if not given
+    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; constant if not
+    /// given
     #[arg(long, value_name = "STEPS")]
     warmup: Option<usize>,
     /// Decoupled weight decay, of every parameter
@@ -193,12 +194,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// candle computes element-wise ops on one pool of spinning threads for the whole process, behind one lock. Ranks that are threads would wait for
-/// each other there; without the pool each computes in its own thread, which is twice as fast and more.
+/// candle computes element-wise ops on one pool of spinning threads for the whole process, behind one lock.
+/// Ranks that are threads would wait for each other there; without the pool each computes in its own thread,
+/// which is twice as fast and more.
 fn keep_ranks_apart() {
     const CANDLE_THREADS: &str = "CANDLE_NUM_THREADS";
     if std::env::var_os(CANDLE_THREADS).is_none() {
-        // SAFETY: this is the first thing that `main` does: no other thread exists that might read the environment.
+        // SAFETY: this is the first thing that `main` does: no other thread exists that might read the
+        // environment.
         unsafe { std::env::set_var(CANDLE_THREADS, "1") };
     }
 }
@@ -228,7 +231,8 @@ fn run(options: Options) -> Result<()> {
         file.check(tensors())?;
     }
 
-    // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot be kept.
+    // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot
+    // be kept.
     let tensor_file = |path: &PathBuf| TensorFileWriter::create(path, tensors(), StoredDtype::F32);
     let gradients = files.save_grads.as_ref().map(tensor_file).transpose()?;
     let final_weights = files.save_weights.as_ref().map(tensor_file).transpose()?;

@@ -1,8 +1,8 @@
 //! Fully sharded data parallel training for [candle](https://docs.rs/candle-core), made by the compiler.
 //!
 //! Annotate a model with `#[derive(FsdpUnit)]`, wrap what is gathered together in [`Unit`], and call
-//! [`fully_shard`](FullyShard::fully_shard): each rank then owns 1/N of the parameters, of the gradients and of the optimizer state, and the whole
-//! of a unit exists only while the unit runs.
+//! [`fully_shard`](FullyShard::fully_shard): each rank then owns 1/N of the parameters, of the gradients and
+//! of the optimizer state, and the whole of a unit exists only while the unit runs.
 //!
 //! ```
 //! use candle_core::{Device, Result, Tensor};
@@ -67,7 +67,8 @@ pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, 
 
 /// What a training program needs: `use fsdp::prelude::*;`.
 ///
-/// [`Result`] and `Tensor` are left to the program: a model's forward returns candle's `Result`, a training loop this crate's or its own.
+/// [`Result`] and `Tensor` are left to the program: a model's forward returns candle's `Result`, a training
+/// loop this crate's or its own.
 pub mod prelude {
     pub use crate::comm::DeviceMesh;
     pub use crate::layout::ShardAlignment;

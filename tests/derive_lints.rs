@@ -1,4 +1,5 @@
-//! The expansion raises no warning, rustc's or clippy's, under the strictest settings. Clippy sees this file with the rest.
+//! The expansion raises no warning, rustc's or clippy's, under the strictest settings. Clippy sees this file
+//! with the rest.
 
 #![deny(warnings, missing_docs, clippy::all, clippy::pedantic, clippy::nursery)]
 #![deny(unused_qualifications, unused_lifetimes, single_use_lifetimes, unreachable_pub, trivial_casts)]

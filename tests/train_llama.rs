@@ -1,4 +1,5 @@
-//! `examples/train_llama.rs` as a user runs it: what it writes, and what it says when it is asked for what cannot be.
+//! `examples/train_llama.rs` as a user runs it: what it writes, and what it says when it is asked for what
+//! cannot be.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for `check`.
+//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for
+//! `check`.
 
 use proc_macro2::{Delimiter, Span, TokenStream, TokenTree};
 use syn::ext::IdentExt;
@@ -112,8 +113,8 @@ pub fn read_variant(ctxt: &Ctxt, attrs: &[Attribute]) {
     }
 }
 
-/// Hands each word of each `#[fsdp(..)]` to `accept`, once. A mistake does not end the list: what follows the next comma
-/// is read as well.
+/// Hands each word of each `#[fsdp(..)]` to `accept`, once. A mistake does not end the list: what follows the
+/// next comma is read as well.
 fn read_words(
     ctxt: &Ctxt,
     attrs: &[Attribute],
@@ -249,8 +250,8 @@ fn shape(meta: &ParseNestedMeta) -> Result<Punctuated<Expr, Token![,]>> {
     Punctuated::parse_terminated.parse2(dims)
 }
 
-/// The tokens inside the delimiters that come next. Taken whole, because syn reports what is left inside a group after a
-/// mistake as a mistake of its own.
+/// The tokens inside the delimiters that come next. Taken whole, because syn reports what is left inside a
+/// group after a mistake as a mistake of its own.
 fn within(input: ParseStream<'_>, delimiter: Delimiter) -> Result<TokenStream> {
     match input.parse()? {
         TokenTree::Group(group) if group.delimiter() == delimiter => Ok(group.stream()),

@@ -1,7 +1,7 @@
 //! The where-clause of the impl: `FsdpUnit` for the type parameters that are walked, and only for those.
 //!
-//! Nothing is asked of concrete types: rustc checks them in the body, and a where-clause on them would make recursive modules
-//! overflow the trait solver.
+//! Nothing is asked of concrete types: rustc checks them in the body, and a where-clause on them would make
+//! recursive modules overflow the trait solver.
 
 use proc_macro2::TokenStream;
 use quote::ToTokens;
@@ -10,7 +10,8 @@ use syn::{Type, TypePath, WhereClause, WherePredicate, parse_quote};
 use crate::model::{Field, Module, Role};
 use crate::types;
 
-/// The user's where-clause, and either `bound = ".."` or what the fields need; `fsdp_unit` is the path of the trait.
+/// The user's where-clause, and either `bound = ".."` or what the fields need; `fsdp_unit` is the path of the
+/// trait.
 pub fn where_clause(module: &Module, fsdp_unit: &TokenStream) -> Option<WhereClause> {
     let mut generics = module.generics.clone();
     let predicates = &mut generics.make_where_clause().predicates;

@@ -5,8 +5,8 @@ use std::fmt::Display;
 
 use proc_macro2::Span;
 
-/// Collects errors. Must be asked with [`Ctxt::check`] before it is dropped, or it panics: an error that nobody reads would
-/// be a wrong program that compiles.
+/// Collects errors. Must be asked with [`Ctxt::check`] before it is dropped, or it panics: an error that
+/// nobody reads would be a wrong program that compiles.
 pub struct Ctxt {
     errors: RefCell<Option<Vec<syn::Error>>>,
 }

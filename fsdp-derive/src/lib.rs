@@ -1,8 +1,9 @@
 //! `#[derive(FsdpUnit)]`: writes the walk over a module's parameters, buffers and nested modules.
 //!
-//! A derive runs in four steps, one file each: `attr` reads the `#[fsdp(..)]` lists, `model` holds what the user said,
-//! `check` finds all that is wrong with it, `expand` writes the impl. `types` is what can be known of a type from its
-//! spelling, `bound` the where-clause of the impl, `suggest` the "did you mean", `ctxt` the errors found so far.
+//! A derive runs in four steps, one file each: `attr` reads the `#[fsdp(..)]` lists, `model` holds what the
+//! user said, `check` finds all that is wrong with it, `expand` writes the impl. `types` is what can be known
+//! of a type from its spelling, `bound` the where-clause of the impl, `suggest` the "did you mean", `ctxt`
+//! the errors found so far.
 
 mod attr;
 mod bound;
@@ -18,13 +19,14 @@ mod tests;
 
 /// Makes a struct or an enum a module that can be sharded: implements `fsdp::FsdpUnit`.
 ///
-/// Fields are walked in declaration order and named by themselves: a field `gate` of a field `mlp` is `mlp.gate`, an
-/// element of a `Vec` is named by its index, a field of a tuple struct by its position. The fields of an enum's live variant
-/// are named as if they were the enum's own.
+/// Fields are walked in declaration order and named by themselves: a field `gate` of a field `mlp` is
+/// `mlp.gate`, an element of a `Vec` is named by its index, a field of a tuple struct by its position. The
+/// fields of an enum's live variant are named as if they were the enum's own.
 ///
-/// Each field must be a `Param`, a `Unit<..>`, a module that derives `FsdpUnit`, or `Vec`, `Option`, `Box`, `Arc`, an array,
-/// a tuple or a `BTreeMap` of those. Numbers, `bool`, `char`, strings, `PhantomData`, and `Option`, `Vec`, `Box`, arrays
-/// and tuples of only those are left out without being asked; anything else that holds no parameters needs `skip`.
+/// Each field must be a `Param`, a `Unit<..>`, a module that derives `FsdpUnit`, or `Vec`, `Option`, `Box`,
+/// `Arc`, an array, a tuple or a `BTreeMap` of those. Numbers, `bool`, `char`, strings, `PhantomData`, and
+/// `Option`, `Vec`, `Box`, arrays and tuples of only those are left out without being asked; anything else
+/// that holds no parameters needs `skip`.
 ///
 /// # Attributes of a field
 ///
@@ -49,8 +51,9 @@ mod tests;
 /// | `#[fsdp(crate = "path::to::fsdp")]` | Where the `fsdp` crate is, if not at `::fsdp` |
 /// | `#[fsdp(bound = "T: FsdpUnit")]` | Where-clause of the impl, in place of the inferred one |
 ///
-/// A type parameter gets the bound `FsdpUnit` if a walked field is of that type, or of a container of it. One that is only an
-/// argument of another module's type (`inner: Outer<T>`) gets none: declare the bound on the struct, or with `bound`.
+/// A type parameter gets the bound `FsdpUnit` if a walked field is of that type, or of a container of it. One
+/// that is only an argument of another module's type (`inner: Outer<T>`) gets none: declare the bound on the
+/// struct, or with `bound`.
 #[proc_macro_derive(FsdpUnit, attributes(fsdp))]
 pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     derive(input.into()).into()

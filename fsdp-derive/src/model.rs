@@ -45,8 +45,8 @@ pub enum Role {
     Buffer,
     /// `skip`: not a part of the model's state.
     Skipped,
-    /// Plain data by its spelling, skipped unasked. If names are part of that spelling, the type they must stand for: a
-    /// user's own type of that name is not to be left out in silence.
+    /// Plain data by its spelling, skipped unasked. If names are part of that spelling, the type they must
+    /// stand for: a user's own type of that name is not to be left out in silence.
     Plain(Option<TokenStream>),
 }
 

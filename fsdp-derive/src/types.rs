@@ -1,7 +1,8 @@
 //! What can be known of a type from its spelling alone.
 //!
-//! Macros see names, not types, so each answer is chosen to be safe when the name is the user's own: a bound too many, a type
-//! check in the expansion, or an error that a longer path avoids. Never a parameter left out.
+//! Macros see names, not types, so each answer is chosen to be safe when the name is the user's own: a bound
+//! too many, a type check in the expansion, or an error that a longer path avoids. Never a parameter left
+//! out.
 
 use proc_macro2::TokenStream;
 use quote::{ToTokens, quote};
@@ -23,7 +24,8 @@ pub struct Plain {
     pub named: bool,
 }
 
-/// Numbers, `bool`, `char`, strings, `PhantomData`, and `Option`, `Vec`, `Box`, arrays and tuples of only those.
+/// Numbers, `bool`, `char`, strings, `PhantomData`, and `Option`, `Vec`, `Box`, arrays and tuples of only
+/// those.
 pub fn plain(ty: &Type) -> Option<Plain> {
     match peel(ty) {
         Type::Reference(reference) if reference.mutability.is_none() => match peel(&reference.elem) {
@@ -132,8 +134,8 @@ pub fn peel(mut ty: &Type) -> &Type {
     }
 }
 
-/// The last segment, if the path is a single name or begins with a crate whose types are known. `self::Mutex` and
-/// `crate::nn::Tensor` are the user's own.
+/// The last segment, if the path is a single name or begins with a crate whose types are known. `self::Mutex`
+/// and `crate::nn::Tensor` are the user's own.
 fn known(path: &Path) -> Option<&PathSegment> {
     let first = path.segments.first()?;
     let is_known = path.segments.len() == 1 || KNOWN_CRATES.iter().any(|krate| first.ident == krate);

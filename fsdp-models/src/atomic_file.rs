@@ -11,8 +11,8 @@ use crate::error::FileError;
 
 /// A new file written beside its target and renamed over it by [`commit`](AtomicFile::commit).
 ///
-/// Creating it is the check that the place is writable, so a program that writes results at its end opens them at
-/// its start. Dropped without a commit, it leaves the target as it was.
+/// Creating it is the check that the place is writable, so a program that writes results at its end opens
+/// them at its start. Dropped without a commit, it leaves the target as it was.
 #[derive(Debug)]
 pub struct AtomicFile {
     writer: BufWriter<File>,

@@ -154,7 +154,8 @@ impl LlamaConfig {
     }
 }
 
-/// Fields that would change the arithmetic of a model: to pass over these would train another model in silence.
+/// Fields that would change the arithmetic of a model: to pass over these would train another model in
+/// silence.
 #[derive(Deserialize)]
 struct Unsupported {
     hidden_act: Option<String>,

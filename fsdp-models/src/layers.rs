@@ -1,7 +1,7 @@
 //! The layers of a Llama-architecture model, on the ops of [`ops`].
 //!
-//! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have the dtype of the
-//! parameters; every layer takes and returns contiguous tensors.
+//! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have
+//! the dtype of the parameters; every layer takes and returns contiguous tensors.
 
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
@@ -76,7 +76,8 @@ impl Forward for RmsNorm {
     }
 }
 
-/// Tables of the rotary position embedding: the angles' cosines and sines, f32 `[positions, head_dim / 2]`. No parameters.
+/// Tables of the rotary position embedding: the angles' cosines and sines, f32 `[positions, head_dim / 2]`.
+/// No parameters.
 #[derive(Clone, Debug)]
 pub struct Rope {
     cos: Tensor,

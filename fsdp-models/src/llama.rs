@@ -1,5 +1,5 @@
-//! Llama: decoder-only transformer with rotary positions, grouped-query attention and a gated feed-forward layer
-//! (Touvron et al., 2023), with the parameter names of Hugging Face's checkpoints.
+//! Llama: decoder-only transformer with rotary positions, grouped-query attention and a gated feed-forward
+//! layer (Touvron et al., 2023), with the parameter names of Hugging Face's checkpoints.
 
 use candle_core::{Result, Tensor};
 use fsdp::engine::{Attrs, Tie, UnitCell, Visitor, Walker};
@@ -11,8 +11,8 @@ use crate::ops;
 
 /// The model. Each block is a communication unit; embedding, last norm and head belong to the root.
 ///
-/// On token ids (u32 `[b, t]`) its forward returns the logits `[b, t, vocab]`, on `(inputs, targets)`, both u32 `[b, t]`, the mean
-/// cross-entropy over all tokens as an f32 scalar.
+/// On token ids (u32 `[b, t]`) its forward returns the logits `[b, t, vocab]`, on `(inputs, targets)`, both
+/// u32 `[b, t]`, the mean cross-entropy over all tokens as an f32 scalar.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -51,8 +51,8 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// The model of a configuration. Nothing is allocated but the rotary tables: parameters come to be when it is sharded, weights from
-    /// `N(0, initializer_range)`, those of norms as ones.
+    /// The model of a configuration. Nothing is allocated but the rotary tables: parameters come to be when
+    /// it is sharded, weights from `N(0, initializer_range)`, those of norms as ones.
     ///
     /// # Errors
     /// If the configuration is not valid.

@@ -7,7 +7,8 @@ use crate::layout::BucketLayout;
 use crate::memory::{Account, Category};
 use crate::spec::{Dtype, Strategy};
 
-/// One flat buffer of a bucket: this rank's shard of it, or the whole with the shard as a part of it (a virtual shard).
+/// One flat buffer of a bucket: this rank's shard of it, or the whole with the shard as a part of it (a
+/// virtual shard).
 #[derive(Clone, Debug)]
 pub struct DataParallelBuffer {
     data: Slice,
@@ -64,7 +65,8 @@ pub struct GroupBuffers {
     pub layout: BucketLayout,
     /// Weights in the model dtype: the all-gather's input, or the whole (ZeRO-0 to 2).
     pub model_weight: DataParallelBuffer,
-    /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is frozen.
+    /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is
+    /// frozen.
     pub main_weight: Option<DataParallelBuffer>,
     /// Reduced gradients, FP32; `None` if frozen.
     pub main_grad: Option<DataParallelBuffer>,

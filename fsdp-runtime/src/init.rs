@@ -1,13 +1,15 @@
 //! Initial values from a counter-based generator keyed by (seed, parameter name, element index).
 //!
-//! The value of an element depends on nothing else: not on the number of ranks, the strategy, the layout or the other
-//! parameters. So each rank fills its own shard alone, and all world sizes start from the same model.
+//! The value of an element depends on nothing else: not on the number of ranks, the strategy, the layout or
+//! the other parameters. So each rank fills its own shard alone, and all world sizes start from the same
+//! model.
 //!
-//! The stream of a parameter is ChaCha with 8 rounds. Its 256-bit key is four little-endian 64-bit words: the first two
-//! outputs of SplitMix64 seeded by the seed, then the first two of SplitMix64 seeded by the 64-bit FNV-1a hash of the
-//! name's bytes. Element `i` uses 32-bit word `i` of the stream. Uniform values take its upper 24 bits. Normal values are
-//! Box-Muller pairs of the words `2k` (radius) and `2k + 1` (angle), computed in f64: element `2k` is the cosine,
-//! `2k + 1` the sine. This is part of the contract: a change would change every model trained from a given seed.
+//! The stream of a parameter is ChaCha with 8 rounds. Its 256-bit key is four little-endian 64-bit words: the
+//! first two outputs of SplitMix64 seeded by the seed, then the first two of SplitMix64 seeded by the 64-bit
+//! FNV-1a hash of the name's bytes. Element `i` uses 32-bit word `i` of the stream. Uniform values take its
+//! upper 24 bits. Normal values are Box-Muller pairs of the words `2k` (radius) and `2k + 1` (angle),
+//! computed in f64: element `2k` is the cosine, `2k + 1` the sine. This is part of the contract: a change
+//! would change every model trained from a given seed.
 
 use std::f64::consts::TAU;
 use std::ops::Range;

@@ -1,4 +1,9 @@
 //! Starting ranks as threads of this process, and ending them together.
+//!
+//! Run programs that launch ranks this way with `CANDLE_NUM_THREADS=1` in the environment: candle computes
+//! element-wise ops of 65,536 elements and more on one pool of spinning threads for the whole process, behind
+//! one lock, where ranks would wait for each other. It is read at the first such op, so a program can set it
+//! itself at the start of `main`, while it has one thread.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -33,11 +38,12 @@ impl World {
         &self.communicator
     }
 
-    /// The ranks along named dims, outermost first; the last one runs fastest. Known dims are `dp_outer`, `dp_shard`,
-    /// `cp`, `tp` and `ep`.
+    /// The ranks along named dims, outermost first; the last one runs fastest. Known dims are `dp_outer`,
+    /// `dp_shard`, `cp`, `tp` and `ep`.
     ///
     /// # Errors
-    /// If a name is unknown or comes twice, a size is zero, or the product of the sizes is not the number of ranks.
+    /// If a name is unknown or comes twice, a size is zero, or the product of the sizes is not the number of
+    /// ranks.
     pub fn mesh(&self, dims: &[(&str, usize)]) -> Result<DeviceMesh, MeshError> {
         DeviceMesh::new(dims, self.communicator.clone())
     }
@@ -117,12 +123,12 @@ fn describe(first: &RankFailure, others: &[RankFailure]) -> String {
     text
 }
 
-/// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns what they
-/// returned, by rank.
+/// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns
+/// what they returned, by rank.
 ///
 /// # Errors
-/// [`LaunchError`], if a rank panicked or returned an error: its peers then get an error from the collective they are
-/// in or come to, and all threads have ended when this returns.
+/// [`LaunchError`], if a rank panicked or returned an error: its peers then get an error from the collective
+/// they are in or come to, and all threads have ended when this returns.
 ///
 /// ```
 /// use fsdp_runtime::comm::{CommError, HostOp, Phase, Tag};
@@ -173,16 +179,17 @@ impl Launcher {
         self
     }
 
-    /// How long a rank waits for its peers in a collective, whatever the environment says. A launch returns when all its
-    /// threads have ended: a rank that is late comes to know of the time-out at its next collective.
+    /// How long a rank waits for its peers in a collective, whatever the environment says. A launch returns
+    /// when all its threads have ended: a rank that is late comes to know of the time-out at its next
+    /// collective.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Launcher {
         self.timeout = Some(timeout);
         self
     }
 
-    /// Bytes of stack of a rank's thread. Virtual: only what is used is backed by memory. Graphs are walked and dropped
-    /// recursively, which needs deep stacks.
+    /// Bytes of stack of a rank's thread. Virtual: only what is used is backed by memory. Graphs are walked
+    /// and dropped recursively, which needs deep stacks.
     #[must_use]
     pub fn stack_size(mut self, bytes: usize) -> Launcher {
         self.stack_size = bytes;

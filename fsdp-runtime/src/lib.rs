@@ -1,7 +1,8 @@
 //! The runtime behind the `fsdp` crate: layouts, streams, collectives, memory, pipelines and the engine.
 //!
-//! Modules are layers, lowest first; each imports only from those above it in this list. One type goes the other way: streams and events
-//! carry [`comm::CommError`], as what fails on a stream is in general a collective.
+//! Modules are layers, lowest first; each imports only from those above it in this list. One type goes the
+//! other way: streams and events carry [`comm::CommError`], as what fails on a stream is in general a
+//! collective.
 
 pub mod spec;
 

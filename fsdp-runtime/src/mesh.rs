@@ -1,7 +1,8 @@
-//! The mesh: ranks arranged along named dims. Pure arithmetic; [`crate::comm::DeviceMesh`] joins it with a communicator.
+//! The mesh: ranks arranged along named dims. Pure arithmetic; [`crate::comm::DeviceMesh`] joins it with a
+//! communicator.
 //!
-//! Ranks are laid out in row-major order: the last dim runs fastest. With `dp_outer = 2, dp_shard = 3` rank 4 has the
-//! coordinate `(1, 1)`, and its group along `dp_shard` is the ranks 3, 4, 5.
+//! Ranks are laid out in row-major order: the last dim runs fastest. With `dp_outer = 2, dp_shard = 3` rank 4
+//! has the coordinate `(1, 1)`, and its group along `dp_shard` is the ranks 3, 4, 5.
 
 use std::fmt;
 use std::str::FromStr;
@@ -216,8 +217,8 @@ impl Topology {
         Ok(coordinate.iter().zip(&self.dims).fold(0, |rank, (index, (_, size))| rank * size + index))
     }
 
-    /// The ranks that differ from `rank` along `dim` only, itself included, by their index along it. The rank alone if
-    /// the mesh does not have the dim.
+    /// The ranks that differ from `rank` along `dim` only, itself included, by their index along it. The rank
+    /// alone if the mesh does not have the dim.
     ///
     /// # Errors
     /// [`MeshError::NoSuchRank`].

@@ -97,8 +97,8 @@ impl Tracer {
     }
 }
 
-/// Spans of several ranks as Chrome trace events: one process a rank, one lane a stream. Loads in Perfetto and
-/// `chrome://tracing`.
+/// Spans of several ranks as Chrome trace events: one process a rank, one lane a stream. Loads in Perfetto
+/// and `chrome://tracing`.
 pub fn chrome_trace(ranks: &[Vec<Span>]) -> Value {
     const LANES: [&str; 3] = ["compute", "all-gather", "reduce"];
     let mut events = Vec::new();

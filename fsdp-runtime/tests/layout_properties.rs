@@ -4,7 +4,8 @@ use fsdp_runtime::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec}
 use fsdp_runtime::spec::{Dtype, GroupKey, ParamSpec};
 use proptest::prelude::*;
 
-/// Scalars, vectors, matrices and stacks of matrices; some empty, many with rows that have no small common multiple.
+/// Scalars, vectors, matrices and stacks of matrices; some empty, many with rows that have no small common
+/// multiple.
 fn shape() -> impl Strategy<Value = Vec<usize>> {
     prop_oneof![
         1 => Just(vec![]),

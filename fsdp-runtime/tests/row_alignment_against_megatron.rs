@@ -1,4 +1,5 @@
-//! `ShardAlignment::Row` next to Megatron-FSDP's layouts: no row cut, and no more padding where theirs cuts none.
+//! `ShardAlignment::Row` next to Megatron-FSDP's layouts: no row cut, and no more padding where theirs cuts
+//! none.
 
 use fsdp_runtime::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
 use fsdp_runtime::spec::{Dtype, GroupKey, ParamSpec};
@@ -47,7 +48,8 @@ fn assert_no_row_cut(layout: &ModelLayout, case: &str) {
         for item in &bucket.items {
             assert!(item.start >= end, "{case}: `{}` overlaps", layout.params[item.param].name);
             end = item.start + item.len;
-            // The boundaries inside the item, not one rank at a time: there are up to 64 of them and few are inside.
+            // The boundaries inside the item, not one rank at a time: there are up to 64 of them and few are
+            // inside.
             let shard = bucket.shard_len();
             for boundary in (item.start / shard + 1..).map(|k| k * shard).take_while(|&b| b < end) {
                 let rows = boundary - item.start;
@@ -179,8 +181,9 @@ fn figures() {
     assert!(size(&layout) < 720_000, "{}", size(&layout));
 }
 
-/// Megatron-FSDP's size of a group of 2-d shapes, or `None` if it would cut a row: the factor grows to the least common
-/// multiple of the rows of all but small parameters, whole parameters go first, small ones fill what is left of a chunk.
+/// Megatron-FSDP's size of a group of 2-d shapes, or `None` if it would cut a row: the factor grows to the
+/// least common multiple of the rows of all but small parameters, whole parameters go first, small ones fill
+/// what is left of a chunk.
 fn chunk_factor_size(shapes: &[Vec<usize>], ranks: usize) -> Option<usize> {
     fn gcd(a: usize, b: usize) -> usize {
         if b == 0 { a } else { gcd(b, a % b) }

@@ -113,7 +113,8 @@ fn one_gather_serves_recomputation_and_backward() {
 #[test]
 fn at_most_two_units_are_gathered_or_in_flight() {
     for spans in traced_step(Recompute::None) {
-        // A unit occupies a slot from the start of its gather to the end of the last compute before the next gather of it.
+        // A unit occupies a slot from the start of its gather to the end of the last compute before the next
+        // gather of it.
         let mut occupied: Vec<(u64, u64)> = Vec::new();
         for unit in 0..UNITS {
             let name = format!("units.{unit}");

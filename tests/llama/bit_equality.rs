@@ -6,7 +6,8 @@ use fsdp_models::trainer::TrainOptions;
 
 use crate::harness::{Run, Way, bits, options, run};
 
-/// 50 steps of a small model, whose first norms are above the clipping bound and whose sizes fit no number of ranks.
+/// 50 steps of a small model, whose first norms are above the clipping bound and whose sizes fit no number of
+/// ranks.
 fn train(way: Way, double_buffer: bool) -> Run {
     let model = LlamaConfig {
         hidden_size: 36,

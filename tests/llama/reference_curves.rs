@@ -84,7 +84,8 @@ fn assert_samples(
     assert_eq!(compared, ours.names().count());
 }
 
-/// A run in f32 of the first `steps` steps against PyTorch's in one process: curves and gradients, and weights if it went to the end.
+/// A run in f32 of the first `steps` steps against PyTorch's in one process: curves and gradients, and
+/// weights if it went to the end.
 fn assert_as_reference(way: Way, tied: bool, steps: usize) {
     let options = TrainOptions { steps, ..way.of(options(tied)) };
     let Run { losses, grad_norms, gradients, weights, .. } = &run_reference(way.ranks, &options);
@@ -112,8 +113,9 @@ fn assert_as_reference(way: Way, tied: bool, steps: usize) {
     }
 }
 
-/// Every way for a few steps, each number of microbatches to the end under ZeRO-3. That the ways stay equal to the end is
-/// [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1`, as CI sets it, every way goes to the end here too.
+/// Every way for a few steps, each number of microbatches to the end under ZeRO-3. That the ways stay equal
+/// to the end is [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1`, as CI sets it,
+/// every way goes to the end here too.
 ///
 /// The reference's batch has 8 sequences: 4 ranks can cut theirs in 2 parts at most.
 fn assert_all_as_reference(ranks: usize, tied: bool) {

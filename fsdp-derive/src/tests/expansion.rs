@@ -369,7 +369,8 @@ fn crate_path_may_be_tokens() {
     assert!(output.contains("use super :: reexport :: fsdp :: __private as __fsdp"), "{output}");
 }
 
-/// Every path of an expansion begins with `::`, the crate path the user gave, `__fsdp`, `self`, `Self`, or is the user's own.
+/// Every path of an expansion begins with `::`, the crate path the user gave, `__fsdp`, `self`, `Self`, or is
+/// the user's own.
 #[test]
 fn expansions_name_nothing_that_could_be_shadowed() {
     let input = quote! {

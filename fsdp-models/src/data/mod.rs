@@ -55,12 +55,12 @@ impl Part {
     /// The whole global batch.
     pub const WHOLE: Part = Part { rank: 0, world: 1, microbatch: 0, microbatches: 1 };
 
-    /// Rows of a global batch of `batch` rows: rank `r` of `W` has rows `[r*batch/W, (r+1)*batch/W)`, cut into
-    /// `microbatches` consecutive pieces.
+    /// Rows of a global batch of `batch` rows: rank `r` of `W` has rows `[r*batch/W, (r+1)*batch/W)`, cut
+    /// into `microbatches` consecutive pieces.
     ///
     /// # Errors
-    /// [`DataError::UnevenBatch`] if the pieces would not be equal, [`DataError::NoSuchPart`] if the rank or the
-    /// microbatch is out of range.
+    /// [`DataError::UnevenBatch`] if the pieces would not be equal, [`DataError::NoSuchPart`] if the rank or
+    /// the microbatch is out of range.
     pub fn rows(self, batch: usize) -> Result<Range<usize>, DataError> {
         let Part { rank, world, microbatch, microbatches } = self;
         if rank >= world || microbatch >= microbatches {

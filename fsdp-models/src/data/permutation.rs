@@ -5,8 +5,8 @@ const ROUNDS: u64 = 8;
 
 /// A permutation of `0..len` keyed by two numbers, such as a seed and an epoch.
 ///
-/// A balanced Feistel network over the next even power of two, walked until it lands below `len`: each index is
-/// computed alone, in constant memory, with integer arithmetic only, hence the same on every platform.
+/// A balanced Feistel network over the next even power of two, walked until it lands below `len`: each index
+/// is computed alone, in constant memory, with integer arithmetic only, hence the same on every platform.
 #[derive(Clone, Copy, Debug)]
 pub struct Permutation {
     len: u64,

@@ -18,12 +18,12 @@ pub struct TextOptions {
     pub seed: u64,
 }
 
-/// Text cut into overlapping windows of `seq + 1` bytes, served in a random order that is a function of seed and epoch
-/// alone.
+/// Text cut into overlapping windows of `seq + 1` bytes, served in a random order that is a function of seed
+/// and epoch alone.
 ///
-/// Sample `i` is bytes `[i*seq, (i+1)*seq]`: neighbours share one byte, so each byte but the first is predicted once an
-/// epoch; what is left at the end, less than a window, is not used. Global batch `step` holds samples
-/// `order[step*batch ..]`; the order goes on with the next epoch's where one ends.
+/// Sample `i` is bytes `[i*seq, (i+1)*seq]`: neighbours share one byte, so each byte but the first is
+/// predicted once an epoch; what is left at the end, less than a window, is not used. Global batch `step`
+/// holds samples `order[step*batch ..]`; the order goes on with the next epoch's where one ends.
 #[derive(Debug)]
 pub struct TextDataset {
     text: Vec<u8>,

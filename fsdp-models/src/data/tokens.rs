@@ -10,7 +10,8 @@ use crate::weights::TensorFile;
 /// Ids checked at a time when a file is opened.
 const CHUNK: usize = 1 << 16;
 
-/// The tensor `tokens` (I32 `[steps, rows, seq + 1]`) of a safetensors file: global batch `step` is `tokens[step]`.
+/// The tensor `tokens` (I32 `[steps, rows, seq + 1]`) of a safetensors file: global batch `step` is
+/// `tokens[step]`.
 ///
 /// Rows are read as they are asked for.
 #[derive(Debug)]
@@ -25,8 +26,8 @@ impl TokenFile {
     /// Opens a file and checks all its ids against the vocabulary.
     ///
     /// # Errors
-    /// Not a safetensors file, no tensor `tokens`, one of another dtype or rank, or an id that is negative or not
-    /// below `vocab`.
+    /// Not a safetensors file, no tensor `tokens`, one of another dtype or rank, or an id that is negative or
+    /// not below `vocab`.
     pub fn open(path: &Path, vocab: usize) -> Result<Self, DataError> {
         let file = TensorFile::open(path)?;
         let Some(tensor) = file.info("tokens") else {

@@ -45,8 +45,8 @@ pub struct Summary {
 
 /// Writes one JSON object a line: a [`StepMetrics`] for each step, then `{"summary": ..}`.
 ///
-/// Lines are in the file as soon as they are written, so that a run can be followed. A number that is not finite is
-/// written as `null`.
+/// Lines are in the file as soon as they are written, so that a run can be followed. A number that is not
+/// finite is written as `null`.
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
@@ -114,8 +114,8 @@ impl StepTimes {
         self.rate(step_ms)
     }
 
-    /// Median step time in milliseconds. Of more than six steps the first three are left out: they learn the order of
-    /// units and fill the pools.
+    /// Median step time in milliseconds. Of more than six steps the first three are left out: they learn the
+    /// order of units and fill the pools.
     pub fn median_ms(&self) -> Option<f64> {
         let skipped = if self.milliseconds.len() > 6 { 3 } else { 0 };
         let mut times = self.milliseconds[skipped..].to_vec();

@@ -20,7 +20,8 @@ pub struct TrainOptions {
     pub microbatches: usize,
     /// Learning rate; with a warm-up, its highest value.
     pub lr: f64,
-    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; `None` for a constant rate.
+    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine; `None` for a
+    /// constant rate.
     pub warmup: Option<usize>,
     /// Decoupled weight decay, of every parameter.
     pub weight_decay: f64,
@@ -29,7 +30,8 @@ pub struct TrainOptions {
 }
 
 impl TrainOptions {
-    /// `steps` steps of a model with AdamW at 1e-3, weight decay 0.1, clipping at 1, one microbatch, FP32, fully sharded.
+    /// `steps` steps of a model with AdamW at 1e-3, weight decay 0.1, clipping at 1, one microbatch, FP32,
+    /// fully sharded.
     pub fn new(model: LlamaConfig, steps: usize) -> Self {
         TrainOptions {
             model,
@@ -58,7 +60,8 @@ impl TrainOptions {
         Some(CosineSchedule { warmup, total: self.steps as u64, peak: self.lr, min: self.lr / 10.0 })
     }
 
-    /// Checks all that can be known before ranks are started: the model, the optimizer, and that `data` can serve the run on `ranks` ranks.
+    /// Checks all that can be known before ranks are started: the model, the optimizer, and that `data` can
+    /// serve the run on `ranks` ranks.
     ///
     /// # Errors
     /// The first rule that is broken, with its numbers.

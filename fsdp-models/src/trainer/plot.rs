@@ -58,8 +58,8 @@ pub fn save_curves(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<()
 
 /// An SVG document of two panels over the steps: the loss above, the gradient norm below.
 ///
-/// A value that is not finite leaves a gap. The norm has a logarithmic axis if it is positive throughout and spans more
-/// than two decades.
+/// A value that is not finite leaves a gap. The norm has a logarithmic axis if it is positive throughout and
+/// spans more than two decades.
 ///
 /// # Errors
 /// The chart cannot be drawn.

@@ -9,8 +9,8 @@ use super::{metrics::StepMetrics, quantity};
 /// In a log, a line each time this share of the steps is done.
 const LOG_PERCENT: usize = 10;
 
-/// Shows step, loss, tokens per second and the time that is left, on standard error: as a bar on a terminal, as a line
-/// now and then elsewhere. One rank of a run makes one.
+/// Shows step, loss, tokens per second and the time that is left, on standard error: as a bar on a terminal,
+/// as a line now and then elsewhere. One rank of a run makes one.
 pub struct Progress {
     steps: usize,
     /// Wall time of the steps shown so far.

@@ -10,7 +10,8 @@ use super::quantity::{bytes, count};
 use super::table::{Align::*, Table};
 use super::train::TrainSummary;
 
-/// The units of a sharded model, their buckets and bytes; neighbours that differ only in their index share a line. Local.
+/// The units of a sharded model, their buckets and bytes; neighbours that differ only in their index share a
+/// line. Local.
 pub fn units<M>(model: &Fsdp<M>) -> impl fmt::Display + use<M> {
     let mut table = Table::new([
         ("unit", Left),
@@ -88,8 +89,9 @@ pub fn memory_json(ranks: &[TrainSummary]) -> Value {
 
 /// What each rank's collectives moved, and what was copied to pack or unpack messages.
 ///
-/// The latter is zero for all-gather, by construction: what is sent is the shard in which weights are kept between steps, and what is
-/// received is the buffer that the parameters' tensors are views of. There is no code that copies, hence no counter.
+/// The latter is zero for all-gather, by construction: what is sent is the shard in which weights are kept
+/// between steps, and what is received is the buffer that the parameters' tensors are views of. There is no
+/// code that copies, hence no counter.
 pub fn traffic_json(ranks: &[TrainSummary]) -> Value {
     let rank = |(rank, summary): (usize, &TrainSummary)| json!({"rank": rank, "collectives": summary.traffic, "bytes_copied_for_packing": {"all_gather": 0}});
     ranks.iter().enumerate().map(rank).collect()

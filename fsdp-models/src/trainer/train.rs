@@ -18,7 +18,8 @@ use crate::data::{Batches, Part};
 use crate::llama::Llama;
 use crate::weights::{TensorFile, TensorFileWriter};
 
-/// A trace holds this many steps, the last ones: earlier ones are alike, and a long run's would not fit in memory.
+/// A trace holds this many steps, the last ones: earlier ones are alike, and a long run's would not fit in
+/// memory.
 const TRACED_STEPS: usize = 5;
 
 /// Where a run's results go while it goes on. One for all ranks; rank 0 writes.
@@ -49,7 +50,8 @@ pub struct TrainSummary {
     pub spans: Vec<Span>,
 }
 
-/// Builds the model and shards it over all ranks, with its initial weights or, where given, those of a file. Every rank must call it.
+/// Builds the model and shards it over all ranks, with its initial weights or, where given, those of a file.
+/// Every rank must call it.
 ///
 /// # Errors
 /// Those of sharding and of reading the file.
@@ -71,11 +73,12 @@ pub fn shard(
 
 /// Trains `model`. Every rank must call it, with the same options, data and outputs.
 ///
-/// A step's loss is the mean over all tokens of the global batch, its gradient the mean over ranks and microbatches.
+/// A step's loss is the mean over all tokens of the global batch, its gradient the mean over ranks and
+/// microbatches.
 ///
 /// # Errors
-/// A loss or a gradient norm that is not finite, on all ranks alike and before the weights change; and those of the model, the data and
-/// the outputs.
+/// A loss or a gradient norm that is not finite, on all ranks alike and before the weights change; and those
+/// of the model, the data and the outputs.
 pub fn train(
     world: &World,
     model: &mut Fsdp<Llama>,

@@ -103,8 +103,8 @@ impl TensorFile {
         mismatch
     }
 
-    /// Fails unless the file holds exactly these tensors, in element types that [`read_range_f32`](Self::read_range_f32)
-    /// reads.
+    /// Fails unless the file holds exactly these tensors, in element types that
+    /// [`read_range_f32`](Self::read_range_f32) reads.
     ///
     /// # Errors
     /// [`WeightsError::Mismatch`] with everything that is missing, unexpected or of another shape;
@@ -126,7 +126,8 @@ impl TensorFile {
     /// Reads elements `start..start + out.len()` of the flattened tensor, converted to `f32`.
     ///
     /// # Errors
-    /// No such tensor, a range past its end, an element type other than F32, BF16, F16 and F64, or a failed read.
+    /// No such tensor, a range past its end, an element type other than F32, BF16, F16 and F64, or a failed
+    /// read.
     pub fn read_range_f32(&self, name: &str, start: usize, out: &mut [f32]) -> Result<(), WeightsError> {
         let info = self.range(name, start, out.len())?;
         let float = Float::of(info.dtype).ok_or_else(|| self.not_a_float(name, info.dtype))?;

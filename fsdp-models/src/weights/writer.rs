@@ -96,7 +96,8 @@ impl TensorFileWriter {
         Ok(Self { file, dtype, tensors: slots, encoded: Vec::new() })
     }
 
-    /// Writes elements `start..start + values.len()` of a flattened tensor. Each element is to be written once.
+    /// Writes elements `start..start + values.len()` of a flattened tensor. Each element is to be written
+    /// once.
     ///
     /// # Errors
     /// No such tensor, a range past its end, or a failed write.

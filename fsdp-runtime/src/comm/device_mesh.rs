@@ -15,8 +15,9 @@ pub struct DeviceMesh {
 }
 
 impl DeviceMesh {
-    /// Arranges the ranks of `communicator` along `dims`, outermost first; the last one runs fastest. Known dims are
-    /// `dp_outer`, `dp_shard`, `cp`, `tp` and `ep`. Nothing is sent; every rank should give the same dims.
+    /// Arranges the ranks of `communicator` along `dims`, outermost first; the last one runs fastest. Known
+    /// dims are `dp_outer`, `dp_shard`, `cp`, `tp` and `ep`. Nothing is sent; every rank should give the same
+    /// dims.
     ///
     /// # Errors
     /// As for [`Topology::new`].

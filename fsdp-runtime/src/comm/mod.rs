@@ -94,11 +94,12 @@ pub enum HostOp {
 
 /// A group of ranks that calls collectives in one common order.
 ///
-/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`) are enqueued on `stream` and their failure is
-/// carried by the stream's next event; the `host_*` ones block. A collective takes its place in the order when it is
-/// called, whatever stream it runs on. Buffers of one launch overlap only where a part is in place. Every rank of the group must make the same calls
-/// in the same order with the same tags and sizes; if one does not, panics, returns early or is late beyond the
-/// time-out, every rank gets a [`CommError`] that says which.
+/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`) are enqueued on `stream`
+/// and their failure is carried by the stream's next event; the `host_*` ones block. A collective takes its
+/// place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
+/// a part is in place. Every rank of the group must make the same calls in the same order with the same tags
+/// and sizes; if one does not, panics, returns early or is late beyond the time-out, every rank gets a
+/// [`CommError`] that says which.
 pub trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;

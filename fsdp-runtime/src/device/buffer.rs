@@ -3,8 +3,8 @@
 //! # Safety invariant of this module
 //! A [`Buffer`] is one allocation, shared by `Arc`: it lives as long as any [`Slice`] of it. Its bytes are
 //! reached only through the unsafe accessors of [`Slice`], whose callers promise that, for as long as the
-//! returned reference lives, no other thread accesses the same elements in a conflicting way. The runtime keeps
-//! that promise by ordering every access with stream order and events; collectives publish slices only
+//! returned reference lives, no other thread accesses the same elements in a conflicting way. The runtime
+//! keeps that promise by ordering every access with stream order and events; collectives publish slices only
 //! between their rendezvous.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use crate::spec::Dtype;
 
-/// Alignment of every allocation and of every parameter's start, in bytes: a cache line, and an AVX-512 register.
+/// Alignment of every allocation and of every parameter's start, in bytes: a cache line, and an AVX-512
+/// register.
 pub const ALIGN: usize = 64;
 
 /// Called with the byte count of a buffer when it is freed.

@@ -63,12 +63,12 @@ enum Item {
 
 /// A side stream: one worker thread that runs what is submitted, in order.
 ///
-/// Work that fails or panics, and an event that was waited for and carries a failure, fail the stream for good:
-/// later work is dropped unrun and every later event completes with that first error.
+/// Work that fails or panics, and an event that was waited for and carries a failure, fail the stream for
+/// good: later work is dropped unrun and every later event completes with that first error.
 ///
-/// Dropping the last handle runs what is still queued and joins the worker. Inside a launched rank a worker that is
-/// still busy is joined by the launcher instead, once the rank's end is known to its peers: the worker may be in a
-/// collective that only that knowledge ends.
+/// Dropping the last handle runs what is still queued and joins the worker. Inside a launched rank a worker
+/// that is still busy is joined by the launcher instead, once the rank's end is known to its peers: the
+/// worker may be in a collective that only that knowledge ends.
 pub struct CpuStream {
     name: String,
     /// `None` if the worker thread could not be started.
@@ -79,8 +79,8 @@ pub struct CpuStream {
 }
 
 impl CpuStream {
-    /// Starts a stream with a worker thread of the given name, `rank0/all-gather` for instance. If the system has no
-    /// thread left, the stream is one that has failed already.
+    /// Starts a stream with a worker thread of the given name, `rank0/all-gather` for instance. If the system
+    /// has no thread left, the stream is one that has failed already.
     pub fn spawn(name: impl Into<String>) -> Arc<CpuStream> {
         let name = name.into();
         let (queue, items) = channel();
@@ -206,8 +206,8 @@ fn defer_join(worker: JoinHandle<()>) -> Option<JoinHandle<()>> {
 
 /// While it lives, busy streams dropped by this thread are not joined there but in [`WorkerScope::join`].
 ///
-/// A rank that fails drops its streams on the way out, before anyone knows of its failure. Their workers may wait in
-/// collectives for peers that wait for this rank elsewhere: to join them there would be a deadlock.
+/// A rank that fails drops its streams on the way out, before anyone knows of its failure. Their workers may
+/// wait in collectives for peers that wait for this rank elsewhere: to join them there would be a deadlock.
 pub(crate) struct WorkerScope(());
 
 impl WorkerScope {
@@ -228,8 +228,8 @@ impl WorkerScope {
 
 /// The rank's own thread as a stream: work runs at once where it is submitted.
 ///
-/// Its failures are returned at once and are for good, as on every stream; a panic of the work is the rank's own
-/// and passes through.
+/// Its failures are returned at once and are for good, as on every stream; a panic of the work is the rank's
+/// own and passes through.
 pub struct ComputeStream {
     name: String,
     failure: Mutex<Option<CommError>>,

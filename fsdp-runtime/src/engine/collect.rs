@@ -66,8 +66,8 @@ fn param_error(param: &str, message: impl Into<String>) -> Error {
 /// Walks `model` and resolves what the walk finds.
 ///
 /// # Errors
-/// Two parameters of one name; a tie to a parameter that does not exist or differs in shape, dtype or trainability; a parameter
-/// that is part of a sharded model already.
+/// Two parameters of one name; a tie to a parameter that does not exist or differs in shape, dtype or
+/// trainability; a parameter that is part of a sharded model already.
 pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Result<Collected<'a>> {
     let mut collector = Collector {
         units: vec![UnitSpec { path: String::new() }],
@@ -166,7 +166,8 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
     Ok(Collected { units, cells, uses: uses.collect(), specs })
 }
 
-/// For each parameter found, the one whose storage it shares: itself, the first clone of it, or the target of its tie.
+/// For each parameter found, the one whose storage it shares: itself, the first clone of it, or the target of
+/// its tie.
 fn owners(found: &[Found<'_>], by_name: &HashMap<&str, usize>) -> Result<Vec<usize>> {
     let mut first_of = HashMap::new();
     let mut target_of = Vec::with_capacity(found.len());

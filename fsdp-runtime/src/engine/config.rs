@@ -6,9 +6,11 @@ use crate::spec::{Dtype, Strategy};
 /// Dtypes of a training run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MixedPrecision {
-    /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute says otherwise.
+    /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute
+    /// says otherwise.
     pub param: Dtype,
-    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients are FP32.
+    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients
+    /// are FP32.
     pub reduce: Dtype,
 }
 
@@ -40,7 +42,8 @@ pub enum Recompute {
     /// Keeps them.
     #[default]
     None,
-    /// Keeps only the unit's inputs and runs its forward again in the backward, under the gather that the backward needs anyway.
+    /// Keeps only the unit's inputs and runs its forward again in the backward, under the gather that the
+    /// backward needs anyway.
     Unit,
 }
 
@@ -59,7 +62,8 @@ pub struct FsdpConfig {
     pub recompute: Recompute,
     /// Units gathered ahead, in forward and in backward.
     pub prefetch: usize,
-    /// Most elements that may be gathered before a prefetch is held back; `None` for no limit beyond the pool's.
+    /// Most elements that may be gathered before a prefetch is held back; `None` for no limit beyond the
+    /// pool's.
     pub gather_budget: Option<usize>,
     /// Keep the two pool buffers of a shape class allocated; otherwise they come and go.
     pub double_buffer: bool,
@@ -69,10 +73,11 @@ pub struct FsdpConfig {
     pub seed: u64,
     /// Check every unit's output and name the first unit that produces a NaN or an infinity.
     pub check_finite: bool,
-    /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is only
-    /// [reported](super::Fsdp::parameters_without_gradient).
+    /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is
+    /// only [reported](super::Fsdp::parameters_without_gradient).
     pub strict_gradients: bool,
-    /// Fill buffers with NaN when they are returned, so that a late reader is noticed. On by default in debug builds.
+    /// Fill buffers with NaN when they are returned, so that a late reader is noticed. On by default in debug
+    /// builds.
     pub poison: bool,
     /// Record a trace of compute and communication.
     pub trace: bool,

@@ -1,5 +1,5 @@
-//! The training-state machine of one rank: enters and leaves units, opens and closes gradient sinks, and drives the two
-//! pipelines.
+//! The training-state machine of one rank: enters and leaves units, opens and closes gradient sinks, and
+//! drives the two pipelines.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -151,7 +151,8 @@ impl Engine {
         Error::Unit { rank, unit, phase, step, message: message.into() }
     }
 
-    /// Keeps the first error that has to travel through the tensor library, whose own error type holds only text.
+    /// Keeps the first error that has to travel through the tensor library, whose own error type holds only
+    /// text.
     pub(crate) fn note_failure(&self, error: Error) -> candle_core::Error {
         self.failure.lock().get_or_insert_with(|| error.clone());
         error.into()
@@ -177,7 +178,8 @@ impl Engine {
         self.enter(ROOT, Phase::Forward).inspect_err(|_| self.state.lock().training = TrainingState::Idle)
     }
 
-    /// The forward is over. After training the root stays unsharded for the backward; after evaluation nothing does.
+    /// The forward is over. After training the root stays unsharded for the backward; after evaluation
+    /// nothing does.
     pub(crate) fn end_forward(&self, root: UnitGuard, training: bool, complete: bool) -> Result<()> {
         let mut root = Some(root);
         {
@@ -240,7 +242,8 @@ impl Engine {
         if unit_state.users == 0 {
             unit_state.aliases = Aliases::default();
         }
-        // This runs in drops, which cannot fail: a stream that has failed fails every later wait with the same error.
+        // This runs in drops, which cannot fail: a stream that has failed fails every later wait with the
+        // same error.
         let _ = state.gather.release(unit);
     }
 
@@ -265,7 +268,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Moves what candle computed for the unit's parameters, and for `borrowed` ones of enclosing units, into their sinks.
+    /// Moves what candle computed for the unit's parameters, and for `borrowed` ones of enclosing units, into
+    /// their sinks.
     pub(crate) fn collect_gradients(
         &self,
         unit: usize,
@@ -350,8 +354,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts the rank into a state from which a step can begin, whatever was cut short: sinks closed, units sharded, gradients of the
-    /// step forgotten.
+    /// Puts the rank into a state from which a step can begin, whatever was cut short: sinks closed, units
+    /// sharded, gradients of the step forgotten.
     pub(crate) fn reset_step(&self) -> Result<(), CommError> {
         for slot in &self.slots {
             slot.sink.close();
@@ -371,7 +375,8 @@ impl Engine {
         finished
     }
 
-    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are about to change.
+    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are
+    /// about to change.
     pub(crate) fn finish_grad_sync(&self) -> Result<(), CommError> {
         let mut state = self.state.lock();
         state.reduce.finish()?;

@@ -4,9 +4,11 @@ use candle_core::{Result, Shape, Tensor};
 
 use super::scope::Scope;
 
-/// A module's computation on `input`, with a `context` of values that carry no gradient (rotary tables, masks, token ids).
+/// A module's computation on `input`, with a `context` of values that carry no gradient (rotary tables,
+/// masks, token ids).
 ///
-/// `scope` proves that the module's unit is unsharded; hand it to [`Param::tensor`](super::Param::tensor) and to nested modules.
+/// `scope` proves that the module's unit is unsharded; hand it to [`Param::tensor`](super::Param::tensor) and
+/// to nested modules.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -30,8 +32,8 @@ pub trait Forward<C = (), I = Tensor, O = Tensor> {
     fn forward(&self, input: &I, context: &C, scope: &Scope<'_>) -> Result<O>;
 }
 
-/// One tensor or a tuple of tensors that crosses a unit's boundary. Those of a tuple must have one dtype: they are packed into one flat
-/// tensor at the boundary and unpacked by views.
+/// One tensor or a tuple of tensors that crosses a unit's boundary. Those of a tuple must have one dtype:
+/// they are packed into one flat tensor at the boundary and unpacked by views.
 pub trait Tensors: Sized {
     /// As one tensor, and the shapes to take it apart again.
     ///

@@ -130,12 +130,14 @@ impl<M> Fsdp<M> {
         Ok(output)
     }
 
-    /// Runs the backward of `loss`, a scalar that [`Fsdp::forward`] returned or that was computed from what it returned. Gradients of this microbatch are added
-    /// to those of earlier ones; their reduction overlaps the backward.
+    /// Runs the backward of `loss`, a scalar that [`Fsdp::forward`] returned or that was computed from what
+    /// it returned. Gradients of this microbatch are added to those of earlier ones; their reduction overlaps
+    /// the backward.
     ///
     /// # Errors
-    /// If `loss` is not a scalar or not finite (with `check_finite`), without a forward before it, and those of recomputation and of the reductions. After an error,
-    /// [`Fsdp::reset_step`] makes the model usable again.
+    /// If `loss` is not a scalar or not finite (with `check_finite`), without a forward before it, and those
+    /// of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
+    /// again.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
         if loss.elem_count() != 1 {
@@ -172,22 +174,23 @@ impl<M> Fsdp<M> {
         engine.end_backward()
     }
 
-    /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce in every microbatch, ZeRO-0 and 1 only in the
-    /// last.
+    /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce in
+    /// every microbatch, ZeRO-0 and 1 only in the last.
     pub fn set_is_last_microbatch(&self, last: bool) {
         self.engine.state.lock().last_microbatch = last;
     }
 
     /// Until the guard is dropped, backwards are not the last of their step.
     ///
-    /// Under ZeRO-0 and 1 that keeps gradients unreduced on the rank; under ZeRO-2 and 3 gradients are still reduced, as their
-    /// memory is that of a shard.
+    /// Under ZeRO-0 and 1 that keeps gradients unreduced on the rank; under ZeRO-2 and 3 gradients are still
+    /// reduced, as their memory is that of a shard.
     pub fn no_sync(&self) -> NoSync<'_> {
         self.set_is_last_microbatch(false);
         NoSync { engine: &self.engine }
     }
 
-    /// Waits (in stream order) until all gradients are reduced. [`Fsdp::clip_grad_norm`] and the optimizer do it themselves.
+    /// Waits (in stream order) until all gradients are reduced. [`Fsdp::clip_grad_norm`] and the optimizer do
+    /// it themselves.
     ///
     /// # Errors
     /// Those of the reductions.
@@ -197,9 +200,9 @@ impl<M> Fsdp<M> {
 
     /// Scales the gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.
     ///
-    /// Each element of each parameter counts once, tied ones too; each rank sums its own shard, whatever the strategy, and the
-    /// ranks' sums are added in rank order, so that all ranks get the same bits. The factor `min(1, max_norm / (norm + 1e-6))`
-    /// is applied by the optimizer's step.
+    /// Each element of each parameter counts once, tied ones too; each rank sums its own shard, whatever the
+    /// strategy, and the ranks' sums are added in rank order, so that all ranks get the same bits. The factor
+    /// `min(1, max_norm / (norm + 1e-6))` is applied by the optimizer's step.
     ///
     /// # Errors
     /// If `max_norm` is not positive, and those of the reductions.
@@ -236,8 +239,9 @@ impl<M> Fsdp<M> {
         Ok(sum[0].sqrt())
     }
 
-    /// Casts the main weights that the optimizer has changed into the model weights, and marks what was gathered as out of date. The
-    /// optimizer's step does it; needed only by those who write main weights themselves.
+    /// Casts the main weights that the optimizer has changed into the model weights, and marks what was
+    /// gathered as out of date. The optimizer's step does it; needed only by those who write main weights
+    /// themselves.
     ///
     /// # Errors
     /// Those of the streams.
@@ -245,7 +249,8 @@ impl<M> Fsdp<M> {
         self.engine.install_optimized_model_weights()
     }
 
-    /// Forgets the gradients of this step and whatever an error has cut short: every unit is sharded afterwards, and a forward can begin.
+    /// Forgets the gradients of this step and whatever an error has cut short: every unit is sharded
+    /// afterwards, and a forward can begin.
     ///
     /// # Errors
     /// A failure of the streams or of the ranks, which nothing undoes.
@@ -253,8 +258,8 @@ impl<M> Fsdp<M> {
         Ok(self.engine.reset_step()?)
     }
 
-    /// Names of the trainable parameters that got no gradient on any rank since the last optimizer step: a hint that an op without backward cuts the
-    /// graph.
+    /// Names of the trainable parameters that got no gradient on any rank since the last optimizer step: a
+    /// hint that an op without backward cuts the graph.
     ///
     /// # Errors
     /// Those of the exchange between ranks.
@@ -262,13 +267,15 @@ impl<M> Fsdp<M> {
         self.engine.parameters_without_gradient()
     }
 
-    /// Paths of the units whose weights are gathered now; empty after evaluation and after an optimizer step. Local.
+    /// Paths of the units whose weights are gathered now; empty after evaluation and after an optimizer step.
+    /// Local.
     pub fn gathered_units(&self) -> Vec<String> {
         self.engine.state.lock().gather.gathered().iter().map(|path| path.to_string()).collect()
     }
 
-    /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened parameter (row-major), for each part that this rank
-    /// holds. Main weights take the values as they are, 16-bit model weights round them.
+    /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened
+    /// parameter (row-major), for each part that this rank holds. Main weights take the values as they are,
+    /// 16-bit model weights round them.
     ///
     /// # Errors
     /// Those of `read`; the weights are then partly changed.
@@ -280,8 +287,8 @@ impl<M> Fsdp<M> {
         self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
     }
 
-    /// Gathers every parameter, one bucket at a time, and shows it whole to `visit` on every rank: main weights where there are any, else model weights.
-    /// Padding is not shown, tied parameters once.
+    /// Gathers every parameter, one bucket at a time, and shows it whole to `visit` on every rank: main
+    /// weights where there are any, else model weights. Padding is not shown, tied parameters once.
     ///
     /// # Errors
     /// Those of `visit` and of the gathers.
@@ -289,7 +296,8 @@ impl<M> Fsdp<M> {
         self.engine.visit_weights(visit)
     }
 
-    /// The same for the reduced gradients of the present step, before clipping. Parameters of units that have none are left out.
+    /// The same for the reduced gradients of the present step, before clipping. Parameters of units that have
+    /// none are left out.
     ///
     /// # Errors
     /// Those of `visit` and of the gathers.

@@ -1,7 +1,8 @@
 //! The trait behind `#[derive(FsdpUnit)]`: a walk over parameters, buffers and nested modules.
 //!
-//! A module does one thing for the runtime: it walks its fields in declaration order and names them. The derive writes
-//! that walk; the runtime runs it with different [`Visitor`]s to shard, load, save or print a model.
+//! A module does one thing for the runtime: it walks its fields in declaration order and names them. The
+//! derive writes that walk; the runtime runs it with different [`Visitor`]s to shard, load, save or print a
+//! model.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -16,8 +17,8 @@ use crate::spec::{Dtype, TpPlacement};
 
 /// A module that can be sharded: it can walk its parameters.
 ///
-/// Derive it; do not write it by hand. Implemented for [`Param`] (a leaf), [`Unit<T>`](super::Unit), and for `Vec`,
-/// `Option`, `Box`, `Arc`, arrays, tuples and `BTreeMap` of modules.
+/// Derive it; do not write it by hand. Implemented for [`Param`] (a leaf), [`Unit<T>`](super::Unit), and for
+/// `Vec`, `Option`, `Box`, `Arc`, arrays, tuples and `BTreeMap` of modules.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a module that can be sharded",
     label = "not a parameter, and not a module that derives `FsdpUnit`",
@@ -41,8 +42,8 @@ pub struct Attrs {
     pub no_decay: Option<bool>,
     /// `dtype = ".."`: overrides the policy's parameter dtype.
     pub dtype: Option<Dtype>,
-    /// `tie_with = "path"`: shares its storage with the parameter (or the parameters of the module) of that name, relative
-    /// to the struct that declares the field, or absolute.
+    /// `tie_with = "path"`: shares its storage with the parameter (or the parameters of the module) of that
+    /// name, relative to the struct that declares the field, or absolute.
     pub tie_with: Option<&'static str>,
 }
 

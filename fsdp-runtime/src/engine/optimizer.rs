@@ -9,7 +9,8 @@ use crate::spec::Dtype;
 
 use super::fsdp::Fsdp;
 
-/// Updates the part of each parameter that this rank owns. Made by [`Fsdp::optimizer`], so it cannot exist before the model is sharded.
+/// Updates the part of each parameter that this rank owns. Made by [`Fsdp::optimizer`], so it cannot exist
+/// before the model is sharded.
 #[derive(Debug)]
 pub struct ShardedOptimizer<O> {
     rule: O,
@@ -21,7 +22,8 @@ pub struct ShardedOptimizer<O> {
 }
 
 impl<M> Fsdp<M> {
-    /// An optimizer with `rule` whose state is sharded like the parameters and starts at zero. Nothing is communicated.
+    /// An optimizer with `rule` whose state is sharded like the parameters and starts at zero. Nothing is
+    /// communicated.
     ///
     /// # Errors
     /// If the rule's settings are out of range.
@@ -59,16 +61,17 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.steps
     }
 
-    /// Updates this rank's shard from the reduced gradients, installs the new weights, and begins the next step with no gradients.
+    /// Updates this rank's shard from the reduced gradients, installs the new weights, and begins the next
+    /// step with no gradients.
     ///
-    /// Units that had no backward since the last step keep their weights and state. A parameter without gradient in a unit that had one has a
-    /// zero gradient.
+    /// Units that had no backward since the last step keep their weights and state. A parameter without
+    /// gradient in a unit that had one has a zero gradient.
     ///
     /// Every rank must call it.
     ///
     /// # Errors
-    /// If the optimizer was made by another model, and those of the reductions; with `strict_gradients`, in the first step, if a trainable parameter got no
-    /// gradient on any rank.
+    /// If the optimizer was made by another model, and those of the reductions; with `strict_gradients`, in
+    /// the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
         if engine.id() != self.engine {
@@ -105,8 +108,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     .map(|state| state.range(begin - extent.start..end - extent.start))
                     .collect();
                 let mut segment = Segment {
-                    // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this thread is
-                    // the only user of the shards; weights, gradients and states are different buffers.
+                    // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this
+                    // thread is the only user of the shards; weights, gradients and states are different
+                    // buffers.
                     weights: unsafe { part.as_mut_slice::<f32>() },
                     // SAFETY: as above.
                     grads: unsafe { grad.as_slice::<f32>() },

@@ -11,9 +11,9 @@ use crate::spec::Dtype;
 
 /// A trainable (or frozen) tensor of a model.
 ///
-/// Making one allocates nothing. Its values come to be when the model is sharded, each rank filling only its own
-/// shard, and can be read only with a [`Scope`], that is, inside the forward of the unit that owns it. A clone is the same
-/// parameter: a model that holds it twice has tied weights.
+/// Making one allocates nothing. Its values come to be when the model is sharded, each rank filling only its
+/// own shard, and can be read only with a [`Scope`], that is, inside the forward of the unit that owns it. A
+/// clone is the same parameter: a model that holds it twice has tied weights.
 #[derive(Clone, Debug)]
 pub struct Param(Arc<Inner>);
 
@@ -103,11 +103,12 @@ impl Param {
 
     /// The parameter's values, whole, in the unit's compute dtype.
     ///
-    /// The tensor is valid until the scope ends. A copy of the handle that is kept beyond it answers every op with an error once
-    /// the unit is resharded.
+    /// The tensor is valid until the scope ends. A copy of the handle that is kept beyond it answers every op
+    /// with an error once the unit is resharded.
     ///
     /// # Errors
-    /// If the parameter belongs to another unit than the one `scope` is for (or one that encloses it), naming both.
+    /// If the parameter belongs to another unit than the one `scope` is for (or one that encloses it), naming
+    /// both.
     pub fn tensor(&self, scope: &Scope<'_>) -> candle_core::Result<Tensor> {
         scope.read(self)
     }

@@ -74,7 +74,8 @@ impl<M> Fsdp<M> {
         MemoryPlan::new(&engine.layout, engine.strategy, engine.config.precision.reduce)
     }
 
-    /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers (AdamW: 2). Local.
+    /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers
+    /// (AdamW: 2). Local.
     pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
         let plan = self.memory_plan();
         let report = |usage: Usage| {

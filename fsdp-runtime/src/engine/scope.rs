@@ -10,8 +10,8 @@ use super::core::Engine;
 use super::param::Param;
 use crate::error::Error;
 
-/// Proof that one unit's parameters are whole. Only the runtime makes one, for the duration of the unit's forward (and of its
-/// recomputation); it cannot leave that call and cannot cross threads.
+/// Proof that one unit's parameters are whole. Only the runtime makes one, for the duration of the unit's
+/// forward (and of its recomputation); it cannot leave that call and cannot cross threads.
 pub struct Scope<'a> {
     frame: &'a Frame,
     _not_send: PhantomData<*const ()>,

@@ -29,11 +29,13 @@ const POOL_DEPTH: usize = 2;
 pub trait FullyShard: FsdpUnit + Sized {
     /// Shards the model over the `dp_shard` dim of `mesh` with the default configuration (ZeRO-3, FP32).
     ///
-    /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter, filled with its initial values; no rank
-    /// ever holds more than its shard and, while it runs, the units in use.
+    /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter,
+    /// filled with its initial values; no rank ever holds more than its shard and, while it runs, the units
+    /// in use.
     ///
     /// # Errors
-    /// If the ranks' models differ (naming the first parameter that does), a tie cannot be resolved, or the mesh does not fit.
+    /// If the ranks' models differ (naming the first parameter that does), a tie cannot be resolved, or the
+    /// mesh does not fit.
     fn fully_shard(self, mesh: &DeviceMesh) -> Result<Fsdp<Self>> {
         self.fully_shard_with(mesh, &FsdpConfig::default())
     }
@@ -107,8 +109,8 @@ fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     Ok(())
 }
 
-/// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the comparison with what it has, so that
-/// it does not leave the others waiting.
+/// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the
+/// comparison with what it has, so that it does not leave the others waiting.
 fn agree_on_layout<'a, M: FsdpUnit>(
     model: &'a M,
     comm: &dyn Communicator,
@@ -282,8 +284,8 @@ fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], 
 }
 
 impl Engine {
-    /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)` for each part of a parameter.
-    /// Both the main weights and the model weights get them.
+    /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
+    /// for each part of a parameter. Both the main weights and the model weights get them.
     pub(crate) fn fill_weights(
         &self,
         mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,

@@ -22,9 +22,9 @@ struct Open {
 /// A handle to a parameter's part of the gradient bucket, for ops that write weight gradients themselves.
 ///
 /// While a backward runs, the engine opens the sink: an op may then write its weight gradient with
-/// [`GradSink::accumulate_f32`] and return no gradient for the weight to candle, which saves the zero, the sum and the copy
-/// that candle's gradient store would make. A closed sink (a frozen parameter, a tensor that is no parameter, a
-/// bucket that is not f32) takes nothing, and the op returns its gradient as usual.
+/// [`GradSink::accumulate_f32`] and return no gradient for the weight to candle, which saves the zero, the
+/// sum and the copy that candle's gradient store would make. A closed sink (a frozen parameter, a tensor that
+/// is no parameter, a bucket that is not f32) takes nothing, and the op returns its gradient as usual.
 ///
 /// Tied parameters share one sink.
 #[derive(Clone, Debug, Default)]
@@ -36,8 +36,8 @@ impl GradSink {
         Self::default()
     }
 
-    /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for tests of
-    /// ops.
+    /// A sink open over a new f32 buffer of `numel` elements, all NaN, and a reader of what it holds: for
+    /// tests of ops.
     #[doc(hidden)]
     pub fn open_for_test(numel: usize) -> (Self, impl Fn() -> Vec<f32>) {
         let slice = Slice::zeros(Dtype::F32, numel, None);
@@ -59,8 +59,9 @@ impl GradSink {
         matches!(&*self.0.lock(), Some(open) if open.slice.dtype() == Dtype::F32)
     }
 
-    /// Calls `write` with the parameter's whole gradient (row-major, `numel` elements of f32) and whether to overwrite it or to
-    /// add to it. Returns `false`, without calling, if the sink is closed or its bucket is not f32.
+    /// Calls `write` with the parameter's whole gradient (row-major, `numel` elements of f32) and whether to
+    /// overwrite it or to add to it. Returns `false`, without calling, if the sink is closed or its bucket is
+    /// not f32.
     ///
     /// # Errors
     /// Those of `write`.
@@ -73,8 +74,9 @@ impl GradSink {
             return Ok(false);
         };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
-        // SAFETY: the engine opens the sink over a part of a bucket that belongs to the compute stream (this thread) until
-        // it closes the sink, before the bucket is handed to the reduce stream; the lock excludes a second writer.
+        // SAFETY: the engine opens the sink over a part of a bucket that belongs to the compute stream (this
+        // thread) until it closes the sink, before the bucket is handed to the reduce stream; the lock
+        // excludes a second writer.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
         (open.written, open.touched) = (true, true);
         Ok(true)

@@ -1,8 +1,9 @@
 //! `Unit<T>`: one communication unit, and the autograd boundary around it.
 //!
-//! The outer graph sees a unit as one op. Its forward runs the user's module on a detached input while the unit is unsharded and
-//! keeps the inner graph (or, with recomputation, only the input). Its backward is where the hooks live: unshard, run the inner
-//! backward seeded with the incoming gradient, collect the parameters' gradients, reshard, reduce.
+//! The outer graph sees a unit as one op. Its forward runs the user's module on a detached input while the
+//! unit is unsharded and keeps the inner graph (or, with recomputation, only the input). Its backward is
+//! where the hooks live: unshard, run the inner backward seeded with the incoming gradient, collect the
+//! parameters' gradients, reshard, reduce.
 
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -101,7 +102,8 @@ impl<T: FsdpUnit> FsdpUnit for Unit<T> {
 impl<T> Unit<T> {
     /// Unshards the unit, runs its module's forward, reshards it; in training, arranges for its backward.
     ///
-    /// `context` is kept for recomputation, hence `Clone`; it carries no gradient. Every rank must call it, in the same order among the units.
+    /// `context` is kept for recomputation, hence `Clone`; it carries no gradient. Every rank must call it,
+    /// in the same order among the units.
     ///
     /// # Errors
     /// Those of the module, of the gather, and of a unit that is in no sharded model.
@@ -298,7 +300,8 @@ where
     I: Tensors,
     O: Tensors,
 {
-    /// Unshard, (recompute,) inner backward, collect, reshard, reduce. Returns the gradient of the input, if it carries one.
+    /// Unshard, (recompute,) inner backward, collect, reshard, reduce. Returns the gradient of the input, if
+    /// it carries one.
     fn backward(self, input: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let BackwardPass { run, saved, expectation } = self;
         let engine = run.engine.clone();

@@ -14,7 +14,8 @@ pub struct Item {
     pub start: usize,
     /// Number of elements; may be 0.
     pub len: usize,
-    /// Elements of one row: the product of the dims after the first; 1 for fewer than two dims or an empty parameter.
+    /// Elements of one row: the product of the dims after the first; 1 for fewer than two dims or an empty
+    /// parameter.
     pub row: usize,
 }
 
@@ -118,9 +119,9 @@ impl BucketLayout {
 
 /// Elements of a bucket under [`ShardAlignment::Element`], from the element counts of its items in order.
 ///
-/// The placement behind [`ModelLayout::build`](super::ModelLayout::build), for constant expressions. Every item starts at
-/// the next multiple of 64 bytes and the total is padded to `ranks` × 64 bytes, so that padding stays under 64 bytes ×
-/// (items + ranks).
+/// The placement behind [`ModelLayout::build`](super::ModelLayout::build), for constant expressions. Every
+/// item starts at the next multiple of 64 bytes and the total is padded to `ranks` × 64 bytes, so that
+/// padding stays under 64 bytes × (items + ranks).
 pub const fn element_bucket_size(numels: &[usize], dtype: Dtype, ranks: usize) -> usize {
     let align = element_alignment(dtype);
     let mut end = 0;

@@ -18,11 +18,11 @@ pub struct MemoryPlan {
     pub main_grads: u64,
     /// *One* f32 state buffer of the optimizer: the shard, or whole with `NoShard`. AdamW has two of them.
     pub optimizer_state: u64,
-    /// Bound of the whole weights that are gathered at a time: two units of each shape class (one if the class has one
-    /// unit) and the root. 0 where weights are held whole anyway.
+    /// Bound of the whole weights that are gathered at a time: two units of each shape class (one if the
+    /// class has one unit) and the root. 0 where weights are held whole anyway.
     pub gather_pool: u64,
-    /// Bound of the unreduced gradients that are held at a time: likewise, over trainable buckets, in the wire dtype. 0
-    /// where gradients are held whole anyway.
+    /// Bound of the unreduced gradients that are held at a time: likewise, over trainable buckets, in the
+    /// wire dtype. 0 where gradients are held whole anyway.
     pub reduce_pool: u64,
 }
 

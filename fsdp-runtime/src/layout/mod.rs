@@ -1,7 +1,7 @@
 //! Where every element of every parameter lives: groups, buckets, items and shards.
 //!
-//! Pure arithmetic over [`ParamSpec`](crate::spec::ParamSpec)s; nothing here allocates device memory. All ranks compute
-//! the same layout from the same specs, so that no rank has to be asked where its elements are.
+//! Pure arithmetic over [`ParamSpec`](crate::spec::ParamSpec)s; nothing here allocates device memory. All
+//! ranks compute the same layout from the same specs, so that no rank has to be asked where its elements are.
 //!
 //! - A **group** is the parameters of one [`GroupKey`](crate::spec::GroupKey).
 //! - A **bucket** is one flat buffer: a group, or a part of one. It is cut evenly in as many **shards** as there are
@@ -21,7 +21,8 @@ pub use error::LayoutError;
 pub use memory::MemoryPlan;
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
 
-/// Start alignment of items under [`ShardAlignment::Element`], in bytes: a cache line, and the widest vector register.
+/// Start alignment of items under [`ShardAlignment::Element`], in bytes: a cache line, and the widest vector
+/// register.
 pub const ITEM_ALIGNMENT_BYTES: usize = 64;
 
 const _: () = assert!(usize::BITS >= 64, "element counts need 64 bits");
@@ -33,6 +34,7 @@ pub enum ShardAlignment {
     /// Anywhere. Every item starts at a multiple of 64 bytes and the total is padded to ranks × 64 bytes.
     #[default]
     Element,
-    /// Between two rows (slices along dim 0) of an item, never inside one, so that each rank holds whole rows.
+    /// Between two rows (slices along dim 0) of an item, never inside one, so that each rank holds whole
+    /// rows.
     Row,
 }

@@ -29,8 +29,8 @@ pub struct LayoutOptions {
     pub ranks: usize,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
-    /// A bucket of the root takes no more parameters once it has this many elements; `None` for one bucket a group.
-    /// The buckets of other units are not limited.
+    /// A bucket of the root takes no more parameters once it has this many elements; `None` for one bucket a
+    /// group. The buckets of other units are not limited.
     pub bucket_size: Option<usize>,
 }
 
@@ -50,15 +50,15 @@ impl ModelLayout {
     /// Lays `params` out in buckets.
     ///
     /// Parameters of one [`GroupKey`] share a bucket, with three exceptions: a group of the root is closed at
-    /// `bucket_size`, a shared (tied) parameter has a bucket of its own, and [`ShardAlignment::Row`] may cut a group into
-    /// several where that saves padding. Under [`ShardAlignment::Element`] items are in declaration order; under `Row` in
-    /// the order that packs best.
+    /// `bucket_size`, a shared (tied) parameter has a bucket of its own, and [`ShardAlignment::Row`] may cut
+    /// a group into several where that saves padding. Under [`ShardAlignment::Element`] items are in
+    /// declaration order; under `Row` in the order that packs best.
     ///
     /// The result depends on the arguments only: every rank computes the same one.
     ///
     /// # Errors
-    /// If there are no ranks or units, a key names an unknown unit, two parameters have one name, or a bucket would
-    /// exceed 2^63 bytes.
+    /// If there are no ranks or units, a key names an unknown unit, two parameters have one name, or a bucket
+    /// would exceed 2^63 bytes.
     pub fn build(
         params: Vec<ParamSpec>,
         units: &[UnitSpec],
@@ -108,7 +108,8 @@ impl ModelLayout {
         self.buckets[bucket].items[item]
     }
 
-    /// One line a parameter with all that ranks must agree on, so that two ranks can name the first that differs.
+    /// One line a parameter with all that ranks must agree on, so that two ranks can name the first that
+    /// differs.
     pub fn fingerprint(&self) -> Vec<String> {
         self.params
             .iter()
@@ -132,7 +133,8 @@ impl ModelLayout {
             .collect()
     }
 
-    /// Dtype and size in elements of a unit's buckets: units of one class can take turns in the same pool buffers.
+    /// Dtype and size in elements of a unit's buckets: units of one class can take turns in the same pool
+    /// buffers.
     ///
     /// # Panics
     /// If there is no such unit.
@@ -173,8 +175,8 @@ fn check(params: &[ParamSpec], units: &[UnitSpec], options: &LayoutOptions) -> R
     Ok(())
 }
 
-/// Indices of the parameters of each bucket: groups in order of their first parameter, buckets of a group in the order in
-/// which they were opened.
+/// Indices of the parameters of each bucket: groups in order of their first parameter, buckets of a group in
+/// the order in which they were opened.
 fn members_of_buckets(params: &[ParamSpec], bucket_size: Option<usize>) -> Vec<Vec<usize>> {
     struct Group {
         buckets: Vec<Vec<usize>>,

@@ -1,10 +1,12 @@
-//! Placement under [`ShardAlignment::Row`](super::ShardAlignment::Row): no shard boundary inside a row of any item.
+//! Placement under [`ShardAlignment::Row`](super::ShardAlignment::Row): no shard boundary inside a row of any
+//! item.
 //!
-//! The idea is that of Megatron-FSDP's `chunk_size_factor` (shards of a multiple of the rows' least common multiple), with
-//! two differences. The condition is stated on what matters, the boundaries: an item that meets none may start anywhere,
-//! one that meets a single boundary need only be in step with it, and only rows of items longer than a shard must divide
-//! the shard. So every item keeps its rows whole, small ones included, and the multiple that pads is taken over fewer rows.
-//! And where rows have no small common multiple, a group becomes several buckets instead of one that is mostly padding.
+//! The idea is that of Megatron-FSDP's `chunk_size_factor` (shards of a multiple of the rows' least common
+//! multiple), with two differences. The condition is stated on what matters, the boundaries: an item that
+//! meets none may start anywhere, one that meets a single boundary need only be in step with it, and only
+//! rows of items longer than a shard must divide the shard. So every item keeps its rows whole, small ones
+//! included, and the multiple that pads is taken over fewer rows. And where rows have no small common
+//! multiple, a group becomes several buckets instead of one that is mostly padding.
 
 use std::cmp::Reverse;
 
@@ -23,13 +25,14 @@ const SPLIT_SAVES: usize = 16;
 /// How often a shard length that was too short is lengthened before the next common multiple is tried.
 const TRIES: usize = 64;
 
-/// Most elements of a bucket. Main weights, gradients and optimizer state are 4 bytes an element whatever the weights are.
+/// Most elements of a bucket. Main weights, gradients and optimizer state are 4 bytes an element whatever the
+/// weights are.
 pub(super) const MAX_ELEMENTS: usize = isize::MAX as usize / 4;
 
 /// Places `items` (their `start` is not read) in one bucket, or several if that saves much padding.
 ///
-/// `align` is the number of elements in 64 bytes: shards are multiples of it where that costs nothing. `None` if a bucket
-/// would be too large: every rank's shard holds a whole row at least.
+/// `align` is the number of elements in 64 bytes: shards are multiples of it where that costs nothing. `None`
+/// if a bucket would be too large: every rank's shard holds a whole row at least.
 pub(super) fn place(items: &[Item], ranks: usize, align: usize) -> Option<Vec<Placement>> {
     let numel: usize = items.iter().map(|item| item.len).sum();
     let worth = (numel / SPLIT_SAVES).max(ranks * align);
@@ -47,7 +50,8 @@ fn cost(parts: &[Placement], worth: usize) -> usize {
     parts.iter().fold(0, |sum: usize, part| sum.saturating_add(part.size).saturating_add(worth))
 }
 
-/// Starts with one bucket for each row length, which always works, and joins the two that gain most until none gain.
+/// Starts with one bucket for each row length, which always works, and joins the two that gain most until
+/// none gain.
 fn split(items: &[Item], ranks: usize, align: usize, worth: usize) -> Option<Vec<Placement>> {
     let mut rows: Vec<usize> = items.iter().map(|item| item.row).collect();
     rows.sort_unstable_by_key(|&row| Reverse(row));
@@ -110,7 +114,8 @@ fn place_in_one(items: &[Item], ranks: usize, align: usize) -> Option<Placement>
     best
 }
 
-/// The shortest shard that is a multiple of `multiple` and takes the items, in a bucket no larger than `limit`.
+/// The shortest shard that is a multiple of `multiple` and takes the items, in a bucket no larger than
+/// `limit`.
 fn shortest(
     orders: &[Vec<Item>],
     numel: usize,
@@ -133,7 +138,8 @@ fn shortest(
             }
             shortest_end = Some(shortest_end.map_or(end, |known| known.min(end)));
         }
-        // No order fits: a row that does not divide this multiple meets two boundaries. A wider multiple will have it.
+        // No order fits: a row that does not divide this multiple meets two boundaries. A wider multiple will
+        // have it.
         let overshoot = shortest_end? - size;
         // Less may do than what this packing overshot: go an eighth of the way, by one multiple at least.
         let target = size + overshoot / 8;
@@ -151,8 +157,8 @@ enum Pick {
     First,
 }
 
-/// Items to the end one after another; what fits the gap that one leaves goes into it at once. Returns the items by start,
-/// and the end.
+/// Items to the end one after another; what fits the gap that one leaves goes into it at once. Returns the
+/// items by start, and the end.
 fn pack(order: &[Item], shard: usize, pick: Pick) -> Option<(Vec<Item>, usize)> {
     let mut left = order.to_vec();
     let mut placed = Vec::with_capacity(order.len());
@@ -186,7 +192,8 @@ fn pack(order: &[Item], shard: usize, pick: Pick) -> Option<(Vec<Item>, usize)> 
     Some((placed, end))
 }
 
-/// The least start at or after `from` at which no multiple of `shard` cuts a row of `item`; `None` if there is none.
+/// The least start at or after `from` at which no multiple of `shard` cuts a row of `item`; `None` if there
+/// is none.
 fn whole_rows_start(from: usize, item: Item, shard: usize) -> Option<usize> {
     let mut start = from;
     // Starts that differ by a shard are alike: when the second whole shard holds none, no shard does.

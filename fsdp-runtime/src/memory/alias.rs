@@ -1,13 +1,15 @@
 //! Parameters as aliases into flat buffers: the only place where the storage of a tensor is swapped.
 //!
-//! A parameter is one permanent tensor. While its unit is sharded its storage is a *tombstone*: an empty storage of a
-//! dtype that candle computes nothing with, so that an op on a leaked handle answers with an error. While its unit is
-//! unsharded its storage is an *alias*: a `Vec` built over the parameter's part of the gathered buffer.
+//! A parameter is one permanent tensor. While its unit is sharded its storage is a *tombstone*: an empty
+//! storage of a dtype that candle computes nothing with, so that an op on a leaked handle answers with an
+//! error. While its unit is unsharded its storage is an *alias*: a `Vec` built over the parameter's part of
+//! the gathered buffer.
 //!
 //! # Safety invariant
-//! An alias `Vec` does not own its memory. It is made in [`Aliases::install`] and taken out and forgotten in the drop of the same
-//! [`Aliases`], which holds the buffer alive in between; nothing else in the crate takes storage out of a parameter, and
-//! candle never grows, shrinks or replaces the `Vec` of an existing storage. So the alias is never dropped, never grown, and never outlives its buffer.
+//! An alias `Vec` does not own its memory. It is made in [`Aliases::install`] and taken out and forgotten in
+//! the drop of the same [`Aliases`], which holds the buffer alive in between; nothing else in the crate takes
+//! storage out of a parameter, and candle never grows, shrinks or replaces the `Vec` of an existing storage.
+//! So the alias is never dropped, never grown, and never outlives its buffer.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
@@ -43,7 +45,8 @@ fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage, (candle_core
     }
 }
 
-/// The permanent tensor of a parameter, resting on a tombstone; a variable of the autograd graph if `trainable`.
+/// The permanent tensor of a parameter, resting on a tombstone; a variable of the autograd graph if
+/// `trainable`.
 pub(crate) fn variable(shape: &Shape, dtype: Dtype, trainable: bool) -> candle_core::Result<Tensor> {
     let empty = match dtype {
         Dtype::F32 => CpuStorage::F32(Vec::new()),
@@ -118,8 +121,8 @@ impl Drop for Aliases {
         for (tensor, slice) in self.installed.drain(..) {
             match swap(&tensor, tombstone()) {
                 Ok(storage) => forget_alias(storage, &slice),
-                // `inplace_op1` fails only on another device than the CPU, where `install` would have failed first;
-                // were it to happen, leaking the buffer keeps the alias sound.
+                // `inplace_op1` fails only on another device than the CPU, where `install` would have failed
+                // first; were it to happen, leaking the buffer keeps the alias sound.
                 Err(_) => std::mem::forget((tensor, slice)),
             }
         }
@@ -131,9 +134,10 @@ fn alias_vec<T: Element>(slice: &Slice) -> Vec<T> {
     if slice.is_empty() {
         return Vec::new();
     }
-    // SAFETY: pointer, length and alignment are those of a live part of the buffer, whose elements are initialised. The
-    // allocator never sees this pointer: the `Vec` goes straight into a storage from which only `Aliases::drop` takes it, to
-    // forget it, and candle neither grows nor frees a storage that is reachable from a live tensor.
+    // SAFETY: pointer, length and alignment are those of a live part of the buffer, whose elements are
+    // initialised. The allocator never sees this pointer: the `Vec` goes straight into a storage from which
+    // only `Aliases::drop` takes it, to forget it, and candle neither grows nor frees a storage that is
+    // reachable from a live tensor.
     unsafe { Vec::from_raw_parts(slice.as_ptr().cast::<T>(), slice.len(), slice.len()) }
 }
 

@@ -33,8 +33,8 @@ struct Class {
     slots: Vec<Slot>,
 }
 
-/// Buffers that are used over and over: at most `depth` sets for each class, allocated at first use, their addresses
-/// stable from then on (unless the pool is told not to keep them).
+/// Buffers that are used over and over: at most `depth` sets for each class, allocated at first use, their
+/// addresses stable from then on (unless the pool is told not to keep them).
 pub(crate) struct Pool {
     account: Account,
     category: Category,
@@ -45,8 +45,9 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// A pool for units of these shapes (empty shapes: the unit needs no buffer). A class has as many slots as it has
-    /// units, but at most `depth`; the root (unit 0) is a class of its own. With `keep` false a slot's buffers are freed whenever it is released.
+    /// A pool for units of these shapes (empty shapes: the unit needs no buffer). A class has as many slots
+    /// as it has units, but at most `depth`; the root (unit 0) is a class of its own. With `keep` false a
+    /// slot's buffers are freed whenever it is released.
     pub(crate) fn new(
         account: Account,
         category: Category,
@@ -103,8 +104,8 @@ impl Pool {
         Ok(Some((SlotId { class: class_index, slot: index }, buffers.clone())))
     }
 
-    /// Buffers for `unit` outside the fixed slots: freed when the last handle goes. For what the bound cannot hold, such as
-    /// units nested deeper than the pool.
+    /// Buffers for `unit` outside the fixed slots: freed when the last handle goes. For what the bound cannot
+    /// hold, such as units nested deeper than the pool.
     pub(crate) fn fallback(&self, unit: usize) -> Vec<Slice> {
         match self.class_of_unit[unit] {
             Some(class) => allocate(&self.account, self.category, &self.classes[class].shapes),

@@ -4,7 +4,8 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::{OptimError, Optimizer, Range, Segment, StepInfo};
 
-/// AdamW (Loshchilov and Hutter, 2019): Adam whose weight decay acts on the weights, not through the gradient.
+/// AdamW (Loshchilov and Hutter, 2019): Adam whose weight decay acts on the weights, not through the
+/// gradient.
 ///
 /// At step `t`, with gradient `g`:
 /// `w *= 1 - lr * decay; m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g²;`
@@ -124,8 +125,9 @@ struct Kernel<'a> {
 impl WithSimd for Kernel<'_> {
     type Output = ();
 
-    // The compiler vectorises this loop for the instruction set it is inlined for. Products and sums stay apart (no
-    // fused multiply-add), so that vector body, scalar tail and every instruction set give the same bits.
+    // The compiler vectorises this loop for the instruction set it is inlined for. Products and sums stay
+    // apart (no fused multiply-add), so that vector body, scalar tail and every instruction set give the same
+    // bits.
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         let Kernel { w, g, m, v, .. } = self;

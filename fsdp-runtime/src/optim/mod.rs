@@ -1,8 +1,8 @@
 //! Optimizers, as rules over flat f32 shards.
 //!
-//! An optimizer here sees runs of elements, not parameters: which of them a rank holds, where they are and when a step is
-//! due is the engine's matter. The rules are element-wise, so that a step does not depend on how a model is sharded: any
-//! cut of a parameter into [`Segment`]s gives the same bits.
+//! An optimizer here sees runs of elements, not parameters: which of them a rank holds, where they are and
+//! when a step is due is the engine's matter. The rules are element-wise, so that a step does not depend on
+//! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits.
 
 mod adamw;
 mod norm;
@@ -18,14 +18,16 @@ use thiserror::Error;
 
 /// One contiguous run of elements with the same rules: a parameter's part of the shard. May be empty.
 ///
-/// All slices have the same length. Weights are the main weights where the model keeps them, else the model weights.
+/// All slices have the same length. Weights are the main weights where the model keeps them, else the model
+/// weights.
 #[derive(Debug)]
 pub struct Segment<'a> {
     /// Weights, updated in place.
     pub weights: &'a mut [f32],
     /// Gradients, before [`StepInfo::grad_scale`].
     pub grads: &'a [f32],
-    /// State buffers in the order of [`Optimizer::state_names`], updated in place; all zero before the first step.
+    /// State buffers in the order of [`Optimizer::state_names`], updated in place; all zero before the first
+    /// step.
     pub states: Vec<&'a mut [f32]>,
     /// Weight decay applies.
     pub decay: bool,
@@ -45,7 +47,8 @@ pub trait Optimizer: Send {
     /// Name, as in checkpoints and reports.
     fn name(&self) -> &'static str;
 
-    /// Names of the f32 state buffers, as in checkpoints. Each has one element for each element of the weights.
+    /// Names of the f32 state buffers, as in checkpoints. Each has one element for each element of the
+    /// weights.
     fn state_names(&self) -> &'static [&'static str];
 
     /// Updates weights and states of one segment.

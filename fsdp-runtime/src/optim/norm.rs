@@ -7,8 +7,9 @@ const LANES: usize = 32;
 
 /// Sum of the squares of `values`, in f64.
 ///
-/// Element `i` is added to partial sum `i mod 32` and the partial sums are added in order, so that the bits depend on the
-/// values only, not on the machine. They do depend on how values are cut in slices: sum over the same cuts to compare bits.
+/// Element `i` is added to partial sum `i mod 32` and the partial sums are added in order, so that the bits
+/// depend on the values only, not on the machine. They do depend on how values are cut in slices: sum over
+/// the same cuts to compare bits.
 pub fn squared_norm(values: &[f32]) -> f64 {
     Arch::new().dispatch(SquaredNorm(values))
 }

@@ -1,11 +1,12 @@
 //! Gathers the parameters of units ahead of their use.
 //!
-//! A unit's full weights live in a slot of a fixed pool, two slots for each class of equally shaped units: one in use, one being
-//! filled for the next unit. A unit that was used keeps its slot, weights valid, until another unit needs it (lazy release): the last
-//! units of a forward are the first of the backward and are not gathered again.
+//! A unit's full weights live in a slot of a fixed pool, two slots for each class of equally shaped units:
+//! one in use, one being filled for the next unit. A unit that was used keeps its slot, weights valid, until
+//! another unit needs it (lazy release): the last units of a forward are the first of the backward and are
+//! not gathered again.
 //!
-//! Where the strategy keeps whole weights (ZeRO-1, 2), a gather refreshes them in place after each optimizer step, through
-//! the same schedule.
+//! Where the strategy keeps whole weights (ZeRO-1, 2), a gather refreshes them in place after each optimizer
+//! step, through the same schedule.
 
 use std::sync::Arc;
 
@@ -124,8 +125,9 @@ impl AllGatherPipeline {
         pipeline
     }
 
-    /// The unit's full weights, one slice a group, valid on the compute stream from now until [`Self::release`]. Launches the gather if it is
-    /// not under way, then those of the next units of the pass (`None`: a unit inside one that is recomputed, which foretells nothing).
+    /// The unit's full weights, one slice a group, valid on the compute stream from now until
+    /// [`Self::release`]. Launches the gather if it is not under way, then those of the next units of the
+    /// pass (`None`: a unit inside one that is recomputed, which foretells nothing).
     ///
     pub(crate) fn acquire(
         &mut self,
@@ -166,7 +168,8 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// Takes all full weights that are not in use out of the pool: after evaluation, before the weights change, after an error.
+    /// Takes all full weights that are not in use out of the pool: after evaluation, before the weights
+    /// change, after an error.
     pub(crate) fn reset(&mut self) -> Result<(), CommError> {
         for unit in 0..self.units.len() {
             if self.units[unit].users == 0 {
@@ -176,7 +179,8 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// The shards have changed, those of frozen groups too if `frozen`: what was gathered is out of date. To be called after [`Self::reset`].
+    /// The shards have changed, those of frozen groups too if `frozen`: what was gathered is out of date. To
+    /// be called after [`Self::reset`].
     pub(crate) fn mark_stale(&mut self, frozen: bool) {
         if self.options.strategy.shards_optim() {
             for weights in &mut self.units {
@@ -211,8 +215,8 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// Starts the unit's gather. A prefetch gives up if no slot is idle or can be taken from a unit that was already used; a
-    /// demand may take one from a prefetched unit too, and in the last resort allocates.
+    /// Starts the unit's gather. A prefetch gives up if no slot is idle or can be taken from a unit that was
+    /// already used; a demand may take one from a prefetched unit too, and in the last resort allocates.
     fn launch(
         &mut self,
         groups: &[GroupBuffers],
@@ -261,7 +265,8 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// A unit whose slot `unit` may take: the one used longest ago, or for a demand one that waits to be used.
+    /// A unit whose slot `unit` may take: the one used longest ago, or for a demand one that waits to be
+    /// used.
     fn victim(&self, unit: usize, demand: bool) -> Option<usize> {
         let candidates = self.units.iter().enumerate().filter(|&(other, weights)| {
             let used = matches!(weights.status, Status::Ready);

@@ -1,8 +1,9 @@
 //! Reduces the gradients of units behind their birth.
 //!
-//! ZeRO-2 and 3: a unit's gradients are written into a bucket of a fixed pool, two buckets for each class of equally shaped units, and the reduce-scatter
-//! accumulates into the main-gradient shard; the bucket is written again once that is done. ZeRO-0 and 1: gradients are written
-//! (or added) straight into the whole main-gradient buffer, which is reduced in place once, in the last microbatch.
+//! ZeRO-2 and 3: a unit's gradients are written into a bucket of a fixed pool, two buckets for each class of
+//! equally shaped units, and the reduce-scatter accumulates into the main-gradient shard; the bucket is
+//! written again once that is done. ZeRO-0 and 1: gradients are written (or added) straight into the whole
+//! main-gradient buffer, which is reduced in place once, in the last microbatch.
 
 use std::sync::Arc;
 
@@ -91,7 +92,8 @@ impl GradReducePipeline {
         GradReducePipeline { comm, streams, tracer, options, pool, units, last: None }
     }
 
-    /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket is free.
+    /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket
+    /// is free.
     pub(crate) fn open(
         &mut self,
         groups: &[GroupBuffers],
@@ -125,8 +127,8 @@ impl GradReducePipeline {
         Ok(targets)
     }
 
-    /// The unit's gradients are complete for this microbatch: every element of its targets is written. Reduces them, or keeps them for the last microbatch where
-    /// the strategy says so.
+    /// The unit's gradients are complete for this microbatch: every element of its targets is written.
+    /// Reduces them, or keeps them for the last microbatch where the strategy says so.
     pub(crate) fn reduce(
         &mut self,
         groups: &[GroupBuffers],
@@ -154,7 +156,8 @@ impl GradReducePipeline {
         Ok(())
     }
 
-    /// ZeRO-0 and 1, end of the last microbatch: reduces the units that have gradients of earlier microbatches only.
+    /// ZeRO-0 and 1, end of the last microbatch: reduces the units that have gradients of earlier
+    /// microbatches only.
     pub(crate) fn reduce_remaining(
         &mut self,
         groups: &[GroupBuffers],

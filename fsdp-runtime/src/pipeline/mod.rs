@@ -1,5 +1,5 @@
-//! The two schedules of communication: parameters are gathered ahead of their use, gradients are reduced behind their
-//! birth. Both know units, buckets, streams and events, and nothing of models or autograd.
+//! The two schedules of communication: parameters are gathered ahead of their use, gradients are reduced
+//! behind their birth. Both know units, buckets, streams and events, and nothing of models or autograd.
 
 mod all_gather;
 mod grad_reduce;

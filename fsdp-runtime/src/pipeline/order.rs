@@ -15,7 +15,8 @@ impl Order {
         self.following = !self.learnt.is_empty();
     }
 
-    /// `unit` runs now. The first one that differs from the learnt order switches foretelling off for this pass.
+    /// `unit` runs now. The first one that differs from the learnt order switches foretelling off for this
+    /// pass.
     pub(crate) fn advance(&mut self, unit: usize) {
         if self.learnt.get(self.seen.len()) != Some(&unit) {
             self.following = false;

@@ -10,7 +10,8 @@ use fsdp_runtime::launch::{LaunchError, Launcher, RankEnd, World, local};
 
 use crate::{slice, tag};
 
-/// Runs ranks that are expected to fail, and gives the error that each one saw, by rank, and that of the launch.
+/// Runs ranks that are expected to fail, and gives the error that each one saw, by rank, and that of the
+/// launch.
 fn fails<F>(ranks: usize, rank_main: F) -> (Vec<Option<String>>, LaunchError)
 where
     F: Fn(&World) -> Result<(), CommError> + Sync,
@@ -273,7 +274,8 @@ fn a_time_out_says_who_is_missing_and_where_it_was() {
 
 #[test]
 fn a_failed_rank_with_pending_collectives_does_not_wait_for_them() {
-    // Rank 1 fails while its side stream waits for rank 0 in `gather`, and rank 0 waits for rank 1 in `world`.
+    // Rank 1 fails while its side stream waits for rank 0 in `gather`, and rank 0 waits for rank 1 in
+    // `world`.
     let (errors, launch) = fails(2, |world| {
         let comm = world.communicator().duplicate("gather");
         let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));

@@ -1,8 +1,8 @@
 //! Ranks are threads of this process.
 //!
-//! A collective moves no byte through a staging buffer: when all ranks have met, each one does its own part at the same
-//! time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why that is sound). Sums
-//! are taken in rank order, so that every run gives the same bits.
+//! A collective moves no byte through a staging buffer: when all ranks have met, each one does its own part
+//! at the same time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why
+//! that is sound). Sums are taken in rank order, so that every run gives the same bits.
 
 mod call;
 mod reduce;
@@ -55,7 +55,8 @@ impl LocalComm {
         }))
     }
 
-    /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its place.
+    /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its
+    /// place.
     fn check_share(
         &self,
         call: &Call,
@@ -101,8 +102,8 @@ fn same_place(a: &Slice, b: &Slice) -> bool {
 /// Copies `source` to `target`, unless they are the same memory.
 ///
 /// # Safety
-/// They have the same dtype and length, and are the same memory or do not overlap. While the call runs no one writes
-/// `source`, and no one else reads or writes `target`.
+/// They have the same dtype and length, and are the same memory or do not overlap. While the call runs no one
+/// writes `source`, and no one else reads or writes `target`.
 unsafe fn copy(source: &Slice, target: &Slice) {
     if same_place(source, target) {
         return;
@@ -143,9 +144,10 @@ impl Communicator for LocalComm {
             for (i, recv) in recv.iter().enumerate() {
                 // Each rank begins with its own part, so that not all read the same memory at once.
                 for peer in (rank..size).chain(0..rank) {
-                    // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and departure
-                    // nobody writes a `send`: it is outside its rank's `recv`, or the one part of it that its rank
-                    // leaves alone. `recv` is this rank's own, peers read no more of it than such a `send`.
+                    // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and
+                    // departure nobody writes a `send`: it is outside its rank's `recv`, or the one part of
+                    // it that its rank leaves alone. `recv` is this rank's own, peers read no more of it than
+                    // such a `send`.
                     unsafe { copy(&meeting.payload(peer).slices[i], &share(recv, peer, size)) };
                 }
             }
@@ -174,9 +176,9 @@ impl Communicator for LocalComm {
         self.enqueue(stream, call, payload, from_peers, move |meeting| {
             for (i, (recv, scale, accumulate)) in outputs.iter().enumerate() {
                 let sources = contributions(meeting, i, rank);
-                // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and departure
-                // part `rank` of every `send` is read by this rank only, and written by it alone where `recv` is it;
-                // a `recv` elsewhere is this rank's own.
+                // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and
+                // departure part `rank` of every `send` is read by this rank only, and written by it alone
+                // where `recv` is it; a `recv` elsewhere is this rank's own.
                 unsafe { reduce::sum_into(&sources, recv, *scale, *accumulate) };
             }
         })
@@ -196,7 +198,8 @@ impl Communicator for LocalComm {
         self.enqueue(stream, call, payload, from_peers, move |meeting| {
             for (i, (data, scale)) in parts.iter().enumerate() {
                 let sources = contributions(meeting, i, rank);
-                // SAFETY: until the rendezvous below, part `rank` of every rank's data is accessed by this rank only.
+                // SAFETY: until the rendezvous below, part `rank` of every rank's data is accessed by this
+                // rank only.
                 unsafe {
                     reduce::sum_into(&sources, &sources[rank], *scale, Accumulate::Overwrite);
                 }
@@ -206,8 +209,8 @@ impl Communicator for LocalComm {
             for (i, (data, _)) in parts.iter().enumerate() {
                 for peer in (0..size).filter(|peer| *peer != rank) {
                     let result = share(&meeting.payload(peer).slices[i], peer, size);
-                    // SAFETY: after the rendezvous part `peer` of rank `peer` is final and only read, and the other
-                    // parts of this rank's data are accessed by this rank only.
+                    // SAFETY: after the rendezvous part `peer` of rank `peer` is final and only read, and the
+                    // other parts of this rank's data are accessed by this rank only.
                     unsafe { copy(&result, &share(data, peer, size)) };
                 }
             }
@@ -224,8 +227,8 @@ impl Communicator for LocalComm {
         let payload = Payload { slices: vec![data.clone()], ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |meeting| {
             if rank != root {
-                // SAFETY: lengths and dtypes are equal on all ranks. Between arrival and departure the root's data is
-                // only read, and that of any other rank is accessed by itself only.
+                // SAFETY: lengths and dtypes are equal on all ranks. Between arrival and departure the root's
+                // data is only read, and that of any other rank is accessed by itself only.
                 unsafe { copy(&meeting.payload(root).slices[0], &data) };
             }
         })

@@ -16,13 +16,13 @@ pub(super) fn supports(send: Dtype, recv: Dtype) -> bool {
     recv == send || recv == Dtype::F32
 }
 
-/// `dst (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once to the dtype of
-/// `dst`. `dst` may be one of the sources.
+/// `dst (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once to the dtype
+/// of `dst`. `dst` may be one of the sources.
 ///
 /// # Safety
-/// All slices have the same length, the sources one dtype, and [`supports`] holds for it and that of `dst`. While the
-/// call runs no one writes the sources, and no one else reads or writes `dst`. `dst` is one of the sources or
-/// overlaps none.
+/// All slices have the same length, the sources one dtype, and [`supports`] holds for it and that of `dst`.
+/// While the call runs no one writes the sources, and no one else reads or writes `dst`. `dst` is one of the
+/// sources or overlaps none.
 pub(super) unsafe fn sum_into(sources: &[Slice], dst: &Slice, scale: f32, accumulate: Accumulate) {
     let Some(first) = sources.first() else { return };
     // SAFETY: the caller's promises are those of `sum_typed`; the types are matched to the dtypes here.
@@ -47,8 +47,8 @@ unsafe fn sum_typed<S: Real, D: Real>(sources: &[Slice], dst: &Slice, scale: f32
         let sum = &mut sum[..len];
         for (i, source) in sources.iter().enumerate() {
             assert_eq!(source.dtype(), S::DTYPE);
-            // SAFETY: `start + len` is at most the common length; the type is the dtype; no writer by the caller's
-            // promise, and this call's own write to `dst` comes after the reference is gone.
+            // SAFETY: `start + len` is at most the common length; the type is the dtype; no writer by the
+            // caller's promise, and this call's own write to `dst` comes after the reference is gone.
             let chunk = unsafe { std::slice::from_raw_parts(source.as_ptr().cast::<S>().add(start), len) };
             match i {
                 0 => S::widen(arch, chunk, sum),
@@ -56,8 +56,8 @@ unsafe fn sum_typed<S: Real, D: Real>(sources: &[Slice], dst: &Slice, scale: f32
             }
         }
         assert_eq!(dst.dtype(), D::DTYPE);
-        // SAFETY: in bounds and of the right type as above; exclusive by the caller's promise, and no reference to
-        // the sources lives here.
+        // SAFETY: in bounds and of the right type as above; exclusive by the caller's promise, and no
+        // reference to the sources lives here.
         let out = unsafe { std::slice::from_raw_parts_mut(dst.as_ptr().cast::<D>().add(start), len) };
         match accumulate {
             Accumulate::Overwrite => D::store(arch, sum, scale, out),
@@ -114,8 +114,8 @@ fn from_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// Round to nearest, ties to even; a NaN stays one. Equal to `bf16::from_f32`, without its branches, so that loops
-/// over it become vector code.
+/// Round to nearest, ties to even; a NaN stays one. Equal to `bf16::from_f32`, without its branches, so that
+/// loops over it become vector code.
 #[inline(always)]
 fn to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();

@@ -8,8 +8,8 @@
 //!    whatever happens elsewhere in the world.
 //! 4. *Departure*: a rank leaves when all have done their work.
 //!
-//! Because the stages after the arrival cannot be left early, unwinding included, no rank gets its buffers back while a
-//! peer still reads them. That is the promise that the accesses in [`super`] rest on.
+//! Because the stages after the arrival cannot be left early, unwinding included, no rank gets its buffers
+//! back while a peer still reads them. That is the promise that the accesses in [`super`] rest on.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -57,7 +57,8 @@ impl Endpoint {
     }
 }
 
-/// A collective that was called and has not run yet. Dropping it unused fails the world: peers will wait for it.
+/// A collective that was called and has not run yet. Dropping it unused fails the world: peers will wait for
+/// it.
 pub(super) struct Ticket {
     endpoint: Arc<Endpoint>,
     /// Collectives called before on this endpoint.
@@ -75,7 +76,8 @@ impl Drop for Ticket {
 }
 
 impl Ticket {
-    /// Waits for this rank's earlier collectives of the channel, publishes `payload`, and waits for the peers.
+    /// Waits for this rank's earlier collectives of the channel, publishes `payload`, and waits for the
+    /// peers.
     pub(super) fn meet(mut self, payload: Payload) -> Result<Meeting, CommError> {
         let endpoint = self.endpoint.clone();
         let Some(call) = self.call.take() else {
@@ -189,7 +191,8 @@ fn timed_out(world: &LocalWorld, state: &State, channel: usize, rank: usize, num
     )
 }
 
-/// A collective in which all ranks have arrived. Dropping it departs: it blocks until all have done their work.
+/// A collective in which all ranks have arrived. Dropping it departs: it blocks until all have done their
+/// work.
 pub(super) struct Meeting {
     endpoint: Arc<Endpoint>,
     /// `None` only on the way out.

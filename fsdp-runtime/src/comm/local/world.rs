@@ -280,7 +280,8 @@ impl LocalWorld {
         })
     }
 
-    /// The communicator of one rank, on the channel `world`. There is one a rank; others are duplicates of it.
+    /// The communicator of one rank, on the channel `world`. There is one a rank; others are duplicates of
+    /// it.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the world has no such rank, or its communicator was taken already.
@@ -344,7 +345,8 @@ impl LocalWorld {
         }
     }
 
-    /// Tells the world that `rank` has failed: `how` follows its name, as in `panicked: boom`. All others get an error.
+    /// Tells the world that `rank` has failed: `how` follows its name, as in `panicked: boom`. All others get
+    /// an error.
     pub fn fail(&self, rank: usize, how: &str) {
         let mut state = self.state.lock();
         let message = format!("rank {rank} {how} ({})", state.last_seen(rank));
