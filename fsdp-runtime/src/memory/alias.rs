@@ -10,6 +10,10 @@
 //! the drop of the same [`Aliases`], which holds the buffer alive in between; nothing else in the crate takes
 //! storage out of a parameter, and candle never grows, shrinks or replaces the `Vec` of an existing storage.
 //! So the alias is never dropped, never grown, and never outlives its buffer.
+//!
+//! One hole is candle's: `Tensor::inplace_op1` gives any safe in-place op `&mut` to the storage, so an op
+//! that moves a parameter's storage out and drops it would free memory it does not own. No op of candle does;
+//! do not write one.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
