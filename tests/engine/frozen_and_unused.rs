@@ -85,6 +85,25 @@ fn a_unit_unused_on_all_ranks_is_left_as_it_is() {
 }
 
 #[test]
+fn a_unit_that_was_prefetched_and_not_used_sees_later_steps_all_the_same() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model = Two::zeros(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            for (step, with_b) in [true, true, false, true, false, false, true].into_iter().enumerate() {
+                let loss: Tensor = model.forward(&(true, with_b, full(3, 1.0)))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+                assert_eq!(weights(&model)?[0].1, [-(step as f32) - 1.0; 3], "{strategy}");
+            }
+            let loss: Tensor = model.evaluate(&(true, true, full(3, 1.0)))?;
+            assert_eq!(loss.to_scalar::<f32>()?, -3.0 * (7.0 + 4.0), "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn a_unit_used_in_some_microbatches_only_keeps_what_it_got() {
     for strategy in Strategy::ALL {
         on_ranks(2, |world| {

@@ -70,13 +70,14 @@ impl Engine {
     }
 
     pub(crate) fn install_optimized_model_weights(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        // Peers may still read the shards for a gather.
+        state.gather.reset()?;
         for group in &self.groups {
             if let Some(main) = &group.main_weight {
                 cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.extent()))?;
             }
         }
-        let mut state = self.state.lock();
-        state.gather.reset()?;
         state.gather.mark_stale(false);
         Ok(())
     }

@@ -280,19 +280,22 @@ impl AllGatherPipeline {
             .map(|(other, _)| other)
     }
 
+    /// Gives the unit's full weights up, once a gather that is under way has ended: until then peers read this
+    /// rank's shard. Weights that are kept whole stay.
     fn evict(&mut self, unit: usize) -> Result<(), CommError> {
+        let weights = &mut self.units[unit];
+        if let Status::InFlight(event) = &weights.status {
+            self.streams.compute.wait(event)?;
+            weights.status = Status::Ready;
+        }
         if !self.options.strategy.shards_params() {
             return Ok(());
         }
-        let weights = &mut self.units[unit];
+        weights.status = Status::Sharded;
         let full = std::mem::take(&mut weights.full);
-        let status = std::mem::replace(&mut weights.status, Status::Sharded);
         let Some(slot) = weights.slot.take() else {
             return Ok(());
         };
-        if let Status::InFlight(event) = status {
-            self.streams.compute.wait(&event)?;
-        }
         if self.options.poison {
             for slice in full {
                 fill(&*self.streams.compute, &slice, Fill::Poison)?;
