@@ -101,8 +101,8 @@ struct ShardingOptions {
     #[arg(long, default_value_t = Dtype::F32)]
     reduce_dtype: Dtype,
     /// Threads of each rank's matrix products
-    #[arg(long, default_value_t = 1)]
-    threads_per_rank: usize,
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads_per_rank: u16,
 }
 
 #[derive(Args)]
@@ -173,6 +173,42 @@ struct Files {
     trace_plot: Option<PathBuf>,
 }
 
+impl Files {
+    /// No output may be another output or an input that is read while training: it would be lost.
+    fn check_distinct(&self) -> Result<()> {
+        let outputs = [
+            ("--save-weights", &self.save_weights),
+            ("--save-grads", &self.save_grads),
+            ("--metrics", &self.metrics),
+            ("--plot", &self.plot),
+            ("--trace", &self.trace),
+            ("--trace-plot", &self.trace_plot),
+        ];
+        let inputs = [("--tokens", &self.tokens), ("--weights", &self.weights)];
+        let inputs = inputs.into_iter().filter_map(|(option, path)| Some((option, path.as_ref()?)));
+        let mut taken: Vec<_> = inputs
+            .chain(self.text.iter().map(|path| ("--text", path)))
+            .map(|(option, path)| (option, real_path(path)))
+            .collect();
+        for (option, path) in outputs.into_iter().filter_map(|(option, path)| Some((option, path.as_ref()?)))
+        {
+            let real = real_path(path);
+            if let Some((other, _)) = taken.iter().find(|(_, taken)| *taken == real) {
+                bail!("{option} and {other} are the same file, `{}`", path.display());
+            }
+            taken.push((option, real));
+        }
+        Ok(())
+    }
+}
+
+/// The file a path leads to, whether it exists yet or not.
+fn real_path(path: &Path) -> PathBuf {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let in_folder = || Some(folder.canonicalize().ok()?.join(path.file_name()?));
+    path.canonicalize().ok().or_else(in_folder).unwrap_or_else(|| path.to_path_buf())
+}
+
 #[derive(Clone, Copy, Default, ValueEnum)]
 enum Alignment {
     /// Anywhere: the least padding
@@ -208,6 +244,7 @@ fn keep_ranks_apart() {
 
 fn run(options: Options) -> Result<()> {
     let Options { model, sharding, training, files } = options;
+    files.check_distinct()?;
     let mut config = model_config(&model)?;
     let data = open_data(config.vocab_size, &training, &files)?;
     if model.config.is_none() {
@@ -247,7 +284,7 @@ fn run(options: Options) -> Result<()> {
         weights: final_weights.map(Mutex::new),
     };
 
-    ops::set_threads(sharding.threads_per_rank);
+    ops::set_threads(usize::from(sharding.threads_per_rank));
     let summaries = Launcher::new().ranks(ranks).run(|world| {
         let mut model = shard(&world, &options, weights.as_ref())?;
         if world.rank() == 0 {

@@ -71,11 +71,13 @@ pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, 
 /// loop this crate's or its own.
 pub mod prelude {
     pub use crate::comm::DeviceMesh;
+    pub use crate::launch;
     pub use crate::layout::ShardAlignment;
     pub use crate::optim::{AdamW, CosineSchedule, Sgd};
     pub use crate::spec::{Dtype, Strategy};
     pub use crate::{
-        Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, Init, MixedPrecision, Param, Recompute, Scope, Unit,
+        Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,
+        Recompute, Scope, ShardedOptimizer, Unit,
     };
 }
 

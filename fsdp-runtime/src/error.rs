@@ -46,9 +46,9 @@ pub enum Error {
         /// What happened.
         message: String,
     },
-    /// The ranks do not hold the same model.
-    #[error("the ranks built different models: rank {rank} has {ours}, rank {other} has {theirs}")]
-    ModelsDiffer {
+    /// The ranks do not have the same model, configuration or optimizer.
+    #[error("the ranks differ: rank {rank} has {ours}; rank {other} has {theirs}")]
+    RanksDiffer {
         /// The rank that reports.
         rank: usize,
         /// What it has.

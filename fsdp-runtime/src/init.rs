@@ -43,6 +43,16 @@ pub enum Init {
 }
 
 impl Init {
+    /// All its numbers are finite.
+    pub fn is_finite(&self) -> bool {
+        match *self {
+            Init::Constant(value) => value.is_finite(),
+            Init::Zeros | Init::Ones => true,
+            Init::Normal { mean, std } => mean.is_finite() && std.is_finite(),
+            Init::Uniform { low, high } => low.is_finite() && high.is_finite(),
+        }
+    }
+
     /// Writes the values of the elements `range` of the flattened parameter `name` to `out`.
     ///
     /// # Panics

@@ -16,6 +16,9 @@ use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
 use crate::device::cpu::WorkerScope;
 use crate::mesh::MeshError;
 
+/// Most ranks of one launch.
+pub const MAX_RANKS: usize = 2048;
+
 /// A rank's view of the ranks that were launched together.
 #[derive(Clone)]
 pub struct World {
@@ -91,6 +94,12 @@ pub enum LaunchError {
     /// A launch needs at least one rank.
     #[error("a launch needs at least one rank, 0 were asked for")]
     NoRanks,
+    /// More ranks than threads can be expected to start.
+    #[error("{ranks} ranks were asked for; {MAX_RANKS} is the most that one process launches")]
+    TooManyRanks {
+        /// Number of ranks.
+        ranks: usize,
+    },
     /// A setting from the environment is wrong; no rank was started.
     #[error("{0}")]
     Setting(String),
@@ -219,6 +228,9 @@ impl Launcher {
         if self.ranks == 0 {
             return Err(LaunchError::NoRanks);
         }
+        if self.ranks > MAX_RANKS {
+            return Err(LaunchError::TooManyRanks { ranks: self.ranks });
+        }
         let world = LocalWorld::new(self.ranks, self.options()?);
         let ends = std::thread::scope(|scope| {
             let mut threads: Vec<ScopedJoinHandle<'_, Result<T, RankEnd>>> = Vec::with_capacity(self.ranks);
@@ -321,9 +333,10 @@ fn collect<T>(
             Err(end) => failures.push(RankFailure { rank, end }),
         }
     }
-    if failures.is_empty() {
+    if failures.is_empty() && world_failure.is_none() {
         return Ok(values);
     }
+    // A collective that failed counts even if every rank returned without looking at its outcome.
     let first = match world_failure {
         Some((culprit, message)) => match failures.iter().position(|failure| failure.rank == culprit) {
             Some(at) => failures.remove(at),

@@ -101,6 +101,24 @@ fn no_sync_lasts_as_long_as_its_guard() {
 }
 
 #[test]
+fn a_step_reduces_what_no_microbatch_has() {
+    for strategy in Strategy::ALL {
+        let all = on_ranks(2, |world| {
+            let mut model = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            for _ in 0..2 {
+                let _unsynced = model.no_sync();
+                let loss = model.forward(&vec![full(3, 1.0 + world.rank() as f32)])?;
+                model.backward(&loss)?;
+            }
+            optimizer.step(&mut model)?;
+            weights(&model)
+        });
+        assert!(all.iter().all(|weights| *weights == named(&[("units.0.w", &[-3.0; 3])])), "{strategy}");
+    }
+}
+
+#[test]
 fn a_second_synchronised_backward_is_refused_where_it_would_be_wrong() {
     for strategy in [Strategy::NoShard, Strategy::Optim] {
         on_ranks(2, |world| {

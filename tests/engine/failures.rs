@@ -174,7 +174,8 @@ fn a_panic_on_one_rank_is_an_error_on_the_others() {
 #[test]
 fn an_error_on_one_rank_is_an_error_on_the_others() {
     let (texts, outcome) = explode("error", Duration::from_secs(10));
-    assert!(outcome.starts_with("rank 1 failed: bang"), "{outcome}");
+    let expected = "rank 1 failed: rank 1, unit `blocks.1`, forward, step 3: bang";
+    assert!(outcome.starts_with(expected), "{outcome}");
     for rank in [0, 2] {
         let text = texts[rank].as_ref().unwrap();
         assert!(text.contains("rank 1") && text.contains("bang"), "{text}");
@@ -189,6 +190,86 @@ fn a_rank_that_is_late_is_missed_by_name() {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(texts[1].is_some() && texts[2].is_some());
+}
+
+#[test]
+fn a_reduction_that_failed_counts_even_if_no_rank_looks() {
+    let outcome = launcher(2).timeout(Duration::from_secs(1)).run(|world| -> fsdp::Result<()> {
+        let model = dot(3).fully_shard(&world.data_parallel_mesh())?;
+        let loss: Tensor = model.forward(&vec![full(3, 1.0)])?;
+        if world.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        // Rank 1 is late for the reduction; neither waits for it.
+        let _ = model.backward(&loss);
+        Ok(())
+    });
+    let text = outcome.unwrap_err().to_string();
+    assert!(text.contains("units.0") && text.contains("reduce-scatter"), "{text}");
+}
+
+#[test]
+fn weights_that_change_between_forward_and_backward_are_refused() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let model = Dots { units: vec![Dot::zeros(3), Dot::zeros(3)] };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default())?;
+            let stale: Tensor = model.forward(&vec![full(3, 1.0); 2])?;
+            let loss: Tensor = model.forward(&vec![full(3, 1.0); 2])?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            let other: Tensor = model.forward(&vec![full(3, 1.0); 2])?;
+            let error = model.backward(&stale).unwrap_err().to_string();
+            assert!(error.contains("weights have changed"), "{error}");
+            drop(other);
+            let stale: Tensor = model.forward(&vec![full(3, 1.0); 2])?;
+            model.load_weights(|_, _, values| {
+                values.fill(1.0);
+                Ok(())
+            })?;
+            let error = model.backward(&stale).unwrap_err().to_string();
+            assert!(error.contains("load_weights"), "{error}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_mistake_that_all_ranks_make_is_named_as_it_is() {
+    #[derive(FsdpUnit)]
+    struct Twice {
+        a: std::sync::Arc<Unit<Dot>>,
+        b: std::sync::Arc<Unit<Dot>>,
+    }
+    on_ranks(2, |world| {
+        let mesh = world.data_parallel_mesh();
+        let a = std::sync::Arc::new(Dot::zeros(3));
+        let error = Twice { b: a.clone(), a }.fully_shard(&mesh).unwrap_err().to_string();
+        assert_eq!(error, "unit `b` is the same `Unit` as `a`: hold it once and call it twice");
+        let init = Init::Normal { mean: 0.0, std: f32::NAN };
+        let unit = Unit::new(Dot { w: Param::new(3).with_init(init) });
+        let error = Dots { units: vec![unit] }.fully_shard(&mesh).unwrap_err().to_string();
+        assert!(error.starts_with("parameter `units.0.w`") && error.contains("NaN"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_start_or_step_differently_are_told_apart() {
+    on_ranks(2, |world| {
+        let mesh = world.data_parallel_mesh();
+        let model = Dots { units: vec![Dot::with(3, world.rank() as f32)] };
+        let error = model.fully_shard(&mesh).unwrap_err().to_string();
+        assert!(error.contains("units.0.w") && error.contains("Constant(1.0)"), "{error}");
+        let mut model = dot(3).fully_shard(&mesh)?;
+        let mut optimizer = model.optimizer(Sgd::default().lr(0.5 + world.rank() as f64))?;
+        let loss: Tensor = model.forward(&vec![full(3, 1.0)])?;
+        model.backward(&loss)?;
+        let error = optimizer.step(&mut model).unwrap_err().to_string();
+        assert!(error.contains("learning rate 0.5") && error.contains("learning rate 1.5"), "{error}");
+        Ok(())
+    });
 }
 
 #[test]

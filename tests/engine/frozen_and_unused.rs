@@ -133,6 +133,43 @@ impl Forward for Cut {
     }
 }
 
+/// Uses nothing of its input.
+#[derive(FsdpUnit)]
+struct Wall {
+    w: Param,
+}
+
+impl Forward for Wall {
+    fn forward(&self, _: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.w.tensor(scope)?.sum_all()
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Walled {
+    below: Unit<crate::fixtures::Dot>,
+    wall: Unit<Wall>,
+}
+
+impl Forward for Walled {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.wall.forward(&self.below.forward(x, &(), scope)?, &(), scope)
+    }
+}
+
+#[test]
+fn a_unit_below_a_cut_counts_as_starved() {
+    on_ranks(2, |world| {
+        let model =
+            Walled { below: crate::fixtures::Dot::zeros(3), wall: Unit::new(Wall { w: Param::new(3) }) };
+        let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let loss: Tensor = model.forward(&full(3, 5.0))?;
+        model.backward(&loss)?;
+        assert_eq!(model.parameters_without_gradient()?, ["below.w"]);
+        Ok(())
+    });
+}
+
 #[derive(FsdpUnit)]
 struct CutModel {
     unit: Unit<Cut>,

@@ -77,11 +77,24 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
     };
     model.walk(&mut Walker::new(&mut collector));
     let Collector { units, cells, found, .. } = collector;
+    for (index, cell) in cells.iter().enumerate() {
+        if let Some(first) = cells[..index].iter().position(|other| std::ptr::eq(*other, *cell)) {
+            return Err(Error::Usage(format!(
+                "unit `{}` is the same `Unit` as `{}`: hold it once and call it twice",
+                units[index + 1].path,
+                units[first + 1].path
+            )));
+        }
+    }
 
     let mut by_name = HashMap::new();
     for (index, item) in found.iter().enumerate() {
         if by_name.insert(item.name.as_str(), index).is_some() {
             return Err(param_error(&item.name, "two parameters have this name; rename one of the fields"));
+        }
+        if !item.param.init().is_finite() {
+            let message = format!("its initial value {:?} is not finite", item.param.init());
+            return Err(param_error(&item.name, message));
         }
         if let Some(bound) = item.param.bound() {
             let message = format!("is part of a sharded model already, as `{}`", bound.name);

@@ -5,8 +5,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 
 use super::config::FsdpConfig;
@@ -21,6 +21,10 @@ use crate::memory::{Account, Aliases};
 use crate::pipeline::{AllGatherPipeline, GradReducePipeline, Moment, Pass, Streams};
 use crate::spec::Strategy;
 use crate::trace::Tracer;
+
+/// Why a backward is refused after an optimizer step or a load.
+pub(crate) const WEIGHTS_CHANGED: &str = "the weights have changed since the forward of this loss (by an optimizer \
+     step or `load_weights`): its gradients would mix old activations with new weights; run the forward again";
 
 /// Index of the root unit.
 pub(crate) const ROOT: usize = 0;
@@ -57,6 +61,8 @@ struct UnitState {
     aliases: Aliases,
     /// Forwards of this unit whose backward is still to come.
     pending: usize,
+    /// A backward of this unit got a gradient that is not all zeros. Looked at in the first step only.
+    alive: bool,
 }
 
 pub(crate) struct State {
@@ -68,6 +74,10 @@ pub(crate) struct State {
     pub last_microbatch: bool,
     /// The root is unsharded from a forward on, until its backward.
     root_held: bool,
+    /// Counts changes of the weights: a backward must see those of its forward.
+    pub weights_version: u64,
+    /// The version the pending forward saw.
+    forward_version: u64,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     /// Factor of the main gradients, from clipping; applied by the optimizer.
@@ -121,6 +131,8 @@ impl Engine {
             step: 0,
             last_microbatch: true,
             root_held: false,
+            weights_version: 0,
+            forward_version: 0,
             received: vec![false; parts.slots.len()],
             grad_scale: 1.0,
         };
@@ -158,6 +170,19 @@ impl Engine {
         error.into()
     }
 
+    /// An error that came out of a module's code: says which unit, unless one inside has said so already.
+    pub(crate) fn note_unit_failure(
+        &self,
+        unit: usize,
+        phase: Phase,
+        error: candle_core::Error,
+    ) -> candle_core::Error {
+        if self.failure.lock().is_some() {
+            return error;
+        }
+        self.note_failure(self.unit_error(unit, phase, error.to_string()))
+    }
+
     /// The typed error behind one that came out of the tensor library.
     pub(crate) fn explain(&self, error: candle_core::Error) -> Error {
         self.failure.lock().take().unwrap_or_else(|| error.into())
@@ -173,6 +198,7 @@ impl Engine {
                 ));
             }
             state.training = TrainingState::Forward;
+            *self.failure.lock() = None;
             state.gather.forward_order.begin();
         }
         self.enter(ROOT, Phase::Forward).inspect_err(|_| self.state.lock().training = TrainingState::Idle)
@@ -187,6 +213,9 @@ impl Engine {
             state.training = TrainingState::Idle;
             if complete {
                 state.gather.forward_order.end();
+            }
+            if training && complete {
+                state.forward_version = state.weights_version;
             }
             if training && complete && !state.root_held {
                 state.root_held = true;
@@ -296,9 +325,10 @@ impl Engine {
     pub(crate) fn close_gradients(&self, unit: usize) -> Result<(), CommError> {
         let mut state = self.state.lock();
         let state = &mut *state;
+        let alive = std::mem::take(&mut state.units[unit].alive) || unit == ROOT || state.step > 0;
         for &param in &self.units[unit].params {
             let closed = self.slots[param].sink.close();
-            state.received[param] |= closed.touched;
+            state.received[param] |= closed.touched && alive;
             if let Some(slice) = closed.unwritten {
                 fill(&*self.streams.compute, &slice, Fill::Zero)?;
             }
@@ -319,6 +349,9 @@ impl Engine {
                     "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
                 ));
             }
+            if state.forward_version != state.weights_version {
+                return Err(Error::Usage(WEIGHTS_CHANGED.into()));
+            }
             if state.reduce.is_synced() && self.comm.size() > 1 {
                 return Err(Error::Usage(format!(
                     "with strategy `{}` the gradients of a step are reduced once, in its last microbatch: run the \
@@ -327,6 +360,8 @@ impl Engine {
                 )));
             }
             state.training = TrainingState::Backward;
+            // A clipping factor is that of the gradients it was computed from.
+            state.grad_scale = 1.0;
             state.gather.backward_order.begin();
         }
         self.open_gradients(ROOT).inspect_err(|_| self.state.lock().training = TrainingState::Idle)?;
@@ -375,9 +410,36 @@ impl Engine {
         finished
     }
 
-    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are
-    /// about to change.
+    /// Reduces what the last microbatch has not (ZeRO-0 and 1, where all were run under `no_sync`), and settles.
     pub(crate) fn finish_grad_sync(&self) -> Result<(), CommError> {
+        {
+            let mut state = self.state.lock();
+            let moment = Moment { phase: Phase::Optimizer, step: state.step };
+            state.reduce.reduce_remaining(&self.groups, moment)?;
+        }
+        self.settle()
+    }
+
+    /// The version of the weights, to be compared at the backward.
+    pub(crate) fn weights_version(&self) -> u64 {
+        self.state.lock().weights_version
+    }
+
+    /// In the first step, notes whether a gradient reaches `unit` at all: candle wants zeros where the graph was
+    /// cut above.
+    pub(crate) fn note_incoming(&self, unit: usize, grad: &Tensor) -> candle_core::Result<()> {
+        if self.state.lock().step > 0 || grad.elem_count() == 0 {
+            return Ok(());
+        }
+        let largest = grad.abs()?.flatten_all()?.max(0)?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        // A NaN is a gradient too.
+        self.state.lock().units[unit].alive |= largest != 0.0;
+        Ok(())
+    }
+
+    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are about
+    /// to change.
+    pub(crate) fn settle(&self) -> Result<(), CommError> {
         let mut state = self.state.lock();
         state.reduce.finish()?;
         state.gather.reset()

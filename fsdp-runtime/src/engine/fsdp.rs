@@ -125,7 +125,10 @@ impl<M> Fsdp<M> {
         let output = self.module.forward(input, context, &frame.scope());
         engine.tracer.compute("model forward", &engine.units[ROOT].path, start);
         let ended = engine.end_forward(root, training, output.is_ok());
-        let output = output.map_err(|error| engine.explain(error))?;
+        let output = output.map_err(|error| {
+            let error = engine.note_unit_failure(ROOT, Phase::Forward, error);
+            engine.explain(error)
+        })?;
         ended?;
         Ok(output)
     }
@@ -189,7 +192,8 @@ impl<M> Fsdp<M> {
         NoSync { engine: &self.engine }
     }
 
-    /// Waits (in stream order) until all gradients are reduced. [`Fsdp::clip_grad_norm`] and the optimizer do
+    /// Reduces the gradients that are still the rank's own (ZeRO-0 and 1, if every microbatch so far ran under
+    /// [`Fsdp::no_sync`]) and waits, in stream order, until all are reduced. [`Fsdp::clip_grad_norm`] and the optimizer do
     /// it themselves.
     ///
     /// # Errors
@@ -283,7 +287,7 @@ impl<M> Fsdp<M> {
         &self,
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        self.engine.finish_grad_sync()?;
+        self.engine.settle()?;
         self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
     }
 

@@ -13,7 +13,7 @@ impl Engine {
         &self,
         mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        self.finish_grad_sync()?;
+        self.settle()?;
         let tag = self.tag("weights", Phase::Setup);
         for group in &self.groups {
             self.visit_bucket(&group.layout, group.optimizer_weight(), &tag, &mut visit)?;
@@ -79,6 +79,7 @@ impl Engine {
             }
         }
         state.gather.mark_stale(false);
+        state.weights_version += 1;
         Ok(())
     }
 
@@ -91,7 +92,8 @@ impl Engine {
             &mut received,
         )?;
         let missing = self.layout.params.iter().zip(received);
-        let missing = missing.filter(|(spec, received)| spec.key.requires_grad && *received == 0.0);
+        let missing =
+            missing.filter(|(spec, received)| spec.key.requires_grad && spec.numel() > 0 && *received == 0.0);
         Ok(missing.map(|(spec, _)| spec.name.clone()).collect())
     }
 

@@ -53,7 +53,9 @@ pub trait FullyShard: FsdpUnit + Sized {
 impl<M: FsdpUnit> FullyShard for M {}
 
 fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Arc<Engine>> {
-    let comm = mesh.communicator().duplicate("control");
+    // Channels are named for the model's type, so that those of several models can be told apart.
+    let name = std::any::type_name::<M>().split('<').next().unwrap_or_default();
+    let comm = mesh.communicator().duplicate(name.rsplit("::").next().unwrap_or(name));
     check_mesh(mesh)?;
     let (collected, layout) = agree_on_layout(model, &*comm, config)?;
     let inits = initial_values(&collected, layout.params.len());
@@ -118,12 +120,12 @@ fn agree_on_layout<'a, M: FsdpUnit>(
 ) -> Result<(Collected<'a>, ModelLayout)> {
     let (alignment, bucket_size) = (config.alignment, config.bucket_size);
     let options = LayoutOptions { ranks: comm.size(), alignment, bucket_size };
-    let collected = collect(model, config).map_err(|error| with_rank(error, comm.rank()));
-    let agreed = collected.and_then(|collected| {
+    let agreed = collect(model, config).and_then(|collected| {
         let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
         Ok((collected, layout))
     });
-    compare_ranks(comm, config, agreed.as_ref().map(|(_, layout)| layout))?;
+    let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
+    compare(comm, tag, &fingerprint(config, agreed.as_ref()))?;
     agreed
 }
 
@@ -193,48 +195,49 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
     )
 }
 
-fn with_rank(error: Error, rank: usize) -> Error {
-    match error {
-        Error::Param { param, message } => {
-            Error::Param { param, message: format!("{message} (rank {rank})") }
-        }
-        other => other,
-    }
+/// What a rank's model and configuration are, for comparison with the other ranks'.
+fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout), &Error>) -> Vec<String> {
+    let (collected, layout) = match agreed {
+        Ok(agreed) => (&agreed.0, &agreed.1),
+        Err(error) => return vec![error.to_string()],
+    };
+    let mut lines = vec![format!(
+        "configuration: strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
+        config.strategy,
+        config.alignment,
+        config.precision.reduce,
+        config.scaling,
+        config.prefetch,
+        config.seed
+    )];
+    lines.extend(layout.fingerprint());
+    let inits = initial_values(collected, layout.params.len());
+    let starts = layout.params.iter().zip(inits);
+    lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
+    lines
 }
 
-/// Makes sure that all ranks have the same model and configuration before any of their bytes meet.
-fn compare_ranks(
-    comm: &dyn Communicator,
-    config: &FsdpConfig,
-    layout: Result<&ModelLayout, &Error>,
-) -> Result<()> {
-    let lines = match layout {
-        Ok(layout) => {
-            let mut lines = vec![format!(
-                "strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, seed {}",
-                config.strategy, config.alignment, config.precision.reduce, config.scaling, config.seed
-            )];
-            lines.extend(layout.fingerprint());
-            lines
-        }
-        Err(error) => vec![format!("no layout: {error}")],
-    };
-    let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
+/// Compares `lines` over the ranks, before any of their bytes meet.
+///
+/// # Errors
+/// The first line that differs, with what each of two ranks has.
+fn compare(comm: &dyn Communicator, tag: Tag, lines: &[String]) -> Result<()> {
     let all = comm.host_gather(tag, lines.join("\n").into_bytes())?;
     let rank = comm.rank();
     for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
         let theirs = String::from_utf8_lossy(bytes);
         let mut theirs = theirs.split('\n');
-        let mut ours = lines.iter();
+        let ours = lines.join("\n");
+        let mut ours = ours.split('\n');
         loop {
             match (ours.next(), theirs.next()) {
                 (None, None) => break,
-                (ours, theirs) if ours.map(String::as_str) == theirs => {}
+                (ours, theirs) if ours == theirs => {}
                 (ours, theirs) => {
                     let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
-                    return Err(Error::ModelsDiffer {
+                    return Err(Error::RanksDiffer {
                         rank,
-                        ours: describe(ours.map(String::as_str)),
+                        ours: describe(ours),
                         other,
                         theirs: describe(theirs),
                     });
@@ -284,6 +287,11 @@ fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], 
 }
 
 impl Engine {
+    /// Makes sure that all ranks have the same `lines`.
+    pub(crate) fn agree(&self, what: &str, phase: Phase, lines: &[String]) -> Result<()> {
+        compare(&*self.comm, self.tag(what, phase), lines)
+    }
+
     /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
     /// for each part of a parameter. Both the main weights and the model weights get them.
     pub(crate) fn fill_weights(
@@ -317,6 +325,7 @@ impl Engine {
         let mut state = self.state.lock();
         state.gather.reset()?;
         state.gather.mark_stale(true);
+        state.weights_version += 1;
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape
 use parking_lot::Mutex;
 
 use super::config::Recompute;
-use super::core::{Engine, Expectation};
+use super::core::{Engine, Expectation, WEIGHTS_CHANGED};
 use super::forward::{Forward, Tensors};
 use super::module::{FsdpUnit, Walker};
 use super::param::Param;
@@ -129,6 +129,7 @@ impl<T> Unit<T> {
             context: context.clone(),
             engine: bound.engine.clone(),
             unit: bound.unit,
+            weights_version: bound.engine.weights_version(),
             enclosing,
             training: outer.training,
             _boundary: std::marker::PhantomData::<fn(I) -> O>,
@@ -176,6 +177,7 @@ struct Run<T, C, I, O> {
     context: C,
     engine: Arc<Engine>,
     unit: usize,
+    weights_version: u64,
     enclosing: Vec<usize>,
     training: bool,
     _boundary: std::marker::PhantomData<fn(I) -> O>,
@@ -212,7 +214,10 @@ where
             training: self.training,
             borrowed: Default::default(),
         };
-        let output = self.module.forward(input, &self.context, &frame.scope())?;
+        let output = self.module.forward(input, &self.context, &frame.scope()).map_err(|error| {
+            let phase = if name == "recompute" { Phase::Backward } else { Phase::Forward };
+            self.engine.note_unit_failure(self.unit, phase, error)
+        })?;
         if self.engine.config.check_finite {
             self.check_finite(&output, name)?;
         }
@@ -306,6 +311,10 @@ where
         let BackwardPass { run, saved, expectation } = self;
         let engine = run.engine.clone();
         let fail = |error: crate::Error| engine.note_failure(error);
+        if engine.weights_version() != run.weights_version {
+            return Err(fail(engine.unit_error(run.unit, Phase::Backward, WEIGHTS_CHANGED)));
+        }
+        engine.note_incoming(run.unit, grad)?;
         let guard = engine.enter(run.unit, Phase::Backward).map_err(fail)?;
         let graph = match saved {
             Saved::Graph(graph) => graph,
