@@ -255,3 +255,25 @@ fn tokens_and_options_must_agree() {
     let message = run(&["--steps", "51"]);
     assert!(message.contains("has tokens for 50 steps, 51 are wanted"), "{message}");
 }
+
+#[test]
+fn an_output_never_overwrites_an_input_or_another_output() {
+    let place = Place::new();
+    let text = fs::read(place.path("text")).unwrap();
+    for (output, path) in [("--metrics", "text"), ("--save-weights", "./text"), ("--plot", "text")] {
+        let message = place.refusal(&[output, path]);
+        assert!(message.contains(output) && message.contains("--text"), "{message}");
+    }
+    let message = place.refusal(&["--save-weights", "new", "--save-grads", "./new"]);
+    assert!(message.contains("--save-weights") && message.contains("--save-grads"), "{message}");
+    assert_eq!(fs::read(place.path("text")).unwrap(), text);
+    assert_eq!(place.files(), ["text"]);
+}
+
+#[test]
+fn the_last_steps_lanes_are_drawn() {
+    let place = Place::new();
+    assert!(place.train(&["--trace-plot", "lanes.svg"]).status.success());
+    let svg = fs::read_to_string(place.path("lanes.svg")).unwrap();
+    assert!(svg.contains("rank 1 all-gather") && svg.contains("backward model.layers.0"), "{svg}");
+}
