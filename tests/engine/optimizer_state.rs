@@ -161,3 +161,33 @@ fn the_first_forward_after_a_step_sees_the_new_weights() {
         }
     }
 }
+
+#[test]
+fn a_forward_without_backward_does_not_keep_old_root_weights() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let dot = Dot { w: Param::new(3).with_init(Init::Zeros) };
+            let mut model = dot.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let loss: Tensor = model.forward(&full(3, 1.0))?;
+            model.backward(&loss)?;
+            let unused: Tensor = model.forward(&full(3, 1.0))?;
+            optimizer.step(&mut model)?;
+            let error = model.backward(&unused).unwrap_err().to_string();
+            assert!(error.contains("weights have changed"), "{error}");
+            let loss: Tensor = model.forward(&full(3, 1.0))?;
+            assert_eq!(loss.to_scalar::<f32>()?, -3.0, "{strategy}");
+            model.backward(&loss)?;
+            let _unused: Tensor = model.forward(&full(3, 1.0))?;
+            model.load_weights(|_, _, values| {
+                values.fill(5.0);
+                Ok(())
+            })?;
+            let loss: Tensor = model.evaluate(&full(3, 1.0))?;
+            assert_eq!(loss.to_scalar::<f32>()?, 15.0, "{strategy}");
+            let error = model.backward(&full(1, 1.0)).unwrap_err().to_string();
+            assert!(error.contains("weights have changed"), "{error}");
+            Ok(())
+        });
+    }
+}

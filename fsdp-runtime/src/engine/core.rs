@@ -75,9 +75,9 @@ pub(crate) struct State {
     /// The root is unsharded from a forward on, until its backward.
     root_held: bool,
     /// Counts changes of the weights: a backward must see those of its forward.
-    pub weights_version: u64,
-    /// The version the pending forward saw.
-    forward_version: u64,
+    weights_version: u64,
+    /// The version the pending forward saw, if there is one.
+    forward_version: Option<u64>,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     /// Factor of the main gradients, from clipping; applied by the optimizer.
@@ -132,7 +132,7 @@ impl Engine {
             last_microbatch: true,
             root_held: false,
             weights_version: 0,
-            forward_version: 0,
+            forward_version: None,
             received: vec![false; parts.slots.len()],
             grad_scale: 1.0,
         };
@@ -215,7 +215,7 @@ impl Engine {
                 state.gather.forward_order.end();
             }
             if training && complete {
-                state.forward_version = state.weights_version;
+                state.forward_version = Some(state.weights_version);
             }
             if training && complete && !state.root_held {
                 state.root_held = true;
@@ -344,13 +344,13 @@ impl Engine {
             if state.training != TrainingState::Idle {
                 return Err(Error::Usage("backward was called inside a forward or a backward".into()));
             }
+            if state.forward_version.is_some_and(|version| version != state.weights_version) {
+                return Err(Error::Usage(WEIGHTS_CHANGED.into()));
+            }
             if !state.root_held {
                 return Err(Error::Usage(
                     "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
                 ));
-            }
-            if state.forward_version != state.weights_version {
-                return Err(Error::Usage(WEIGHTS_CHANGED.into()));
             }
             if state.reduce.is_synced() && self.comm.size() > 1 {
                 return Err(Error::Usage(format!(
@@ -383,9 +383,27 @@ impl Engine {
         }
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
+        state.forward_version = None;
+        Self::release_root(state);
+        Ok(())
+    }
+
+    /// The root is sharded again, if a forward has left it whole.
+    fn release_root(state: &mut State) {
         if std::mem::take(&mut state.root_held) {
             Self::leave_locked(state, ROOT);
         }
+    }
+
+    /// The shards have changed, those of frozen groups too if `frozen`: whatever was gathered is given up, and a
+    /// forward whose backward is still to come is void.
+    pub(crate) fn weights_changed(&self, frozen: bool) -> Result<(), CommError> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        Self::release_root(state);
+        state.gather.reset()?;
+        state.gather.mark_stale(frozen);
+        state.weights_version += 1;
         Ok(())
     }
 
@@ -398,9 +416,8 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.reduce.abandon();
-        if std::mem::take(&mut state.root_held) {
-            Self::leave_locked(state, ROOT);
-        }
+        state.forward_version = None;
+        Self::release_root(state);
         state.training = TrainingState::Idle;
         let finished = state.reduce.finish();
         state.reduce.clear();

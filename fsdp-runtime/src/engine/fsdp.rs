@@ -265,6 +265,8 @@ impl<M> Fsdp<M> {
     /// Names of the trainable parameters that got no gradient on any rank since the last optimizer step: a
     /// hint that an op without backward cuts the graph.
     ///
+    /// In the first step, zeros that come from a graph cut above a unit do not count as a gradient; later they do.
+    ///
     /// # Errors
     /// Those of the exchange between ranks.
     pub fn parameters_without_gradient(&self) -> Result<Vec<String>> {

@@ -70,17 +70,14 @@ impl Engine {
     }
 
     pub(crate) fn install_optimized_model_weights(&self) -> Result<()> {
-        let mut state = self.state.lock();
         // Peers may still read the shards for a gather.
-        state.gather.reset()?;
+        self.settle()?;
         for group in &self.groups {
             if let Some(main) = &group.main_weight {
                 cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.extent()))?;
             }
         }
-        state.gather.mark_stale(false);
-        state.weights_version += 1;
-        Ok(())
+        Ok(self.weights_changed(false)?)
     }
 
     pub(crate) fn parameters_without_gradient(&self) -> Result<Vec<String>> {

@@ -322,10 +322,6 @@ impl Engine {
                 cast(compute, &values, &group.model_weight.part(start..end))?;
             }
         }
-        let mut state = self.state.lock();
-        state.gather.reset()?;
-        state.gather.mark_stale(true);
-        state.weights_version += 1;
-        Ok(())
+        Ok(self.weights_changed(true)?)
     }
 }
