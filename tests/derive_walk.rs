@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp::{FsdpUnit, Init, Param};
-use fsdp_runtime::engine::{Attrs, Tie, UnitCell, Visitor, Walker};
-use fsdp_runtime::spec::{Dtype, TpPlacement};
+use fsdp_runtime::engine::{Tie, UnitCell, Visitor, Walker};
+use fsdp_runtime::spec::{Attrs, Dtype, TpPlacement};
 
 struct Seen<'a> {
     name: String,

@@ -10,12 +10,14 @@ use syn::spanned::Spanned;
 use syn::{Attribute, Error, Expr, Ident, LitBool, LitInt, LitStr, Path, Result, Token, WherePredicate};
 
 use crate::ctxt::Ctxt;
+use crate::rename::RenameRule;
 use crate::suggest;
 
 const FIELD_WORDS: &[&str] =
-    &["buffer", "dtype", "expert", "frozen", "no_decay", "rename", "shape", "skip", "tie_with", "tp"];
-const STRUCT_WORDS: &[&str] = &["bound", "crate"];
+    &["buffer", "dtype", "expert", "frozen", "init", "no_decay", "rename", "shape", "skip", "tie_with", "tp"];
+const STRUCT_WORDS: &[&str] = &["bound", "crate", "rename_all", "tp_size"];
 const DTYPES: &[(&str, Dtype)] = &[("f32", Dtype::F32), ("bf16", Dtype::BF16), ("f16", Dtype::F16)];
+const INITS: &[(&str, usize)] = &[("zeros", 0), ("ones", 0), ("constant", 1), ("normal", 2), ("uniform", 2)];
 
 /// What a word was given, and where the word is.
 pub struct Said<T> {
@@ -40,6 +42,17 @@ pub enum Tp {
     Dim(usize),
 }
 
+/// `init = ..`; the numbers are constant expressions of type `f32`.
+pub enum Init {
+    Zeros,
+    Ones,
+    Constant(Expr),
+    /// Mean and standard deviation.
+    Normal(Expr, Expr),
+    /// Lower bound, and upper bound excluded.
+    Uniform(Expr, Expr),
+}
+
 /// All that a field's attributes say.
 #[derive(Default)]
 pub struct FieldAttrs {
@@ -50,6 +63,7 @@ pub struct FieldAttrs {
     pub no_decay: Option<Said<bool>>,
     pub expert: Option<Said<bool>>,
     pub dtype: Option<Said<Dtype>>,
+    pub init: Option<Said<Init>>,
     pub tp: Option<Said<Tp>>,
     pub tie_with: Option<Said<LitStr>>,
     pub shape: Option<Said<Punctuated<Expr, Token![,]>>>,
@@ -59,6 +73,8 @@ pub struct FieldAttrs {
 #[derive(Default)]
 pub struct StructAttrs {
     pub krate: Option<Path>,
+    pub rename_all: Option<RenameRule>,
+    pub tp_size: Option<Said<Expr>>,
     pub bound: Option<Punctuated<WherePredicate, Token![,]>>,
 }
 
@@ -78,6 +94,7 @@ impl FieldAttrs {
                 "no_decay" => said.no_decay = Some(Said { span, value: switch(meta)? }),
                 "expert" => said.expert = Some(Said { span, value: switch(meta)? }),
                 "dtype" => said.dtype = Some(Said { span, value: dtype(meta)? }),
+                "init" => said.init = Some(Said { span, value: init(meta)? }),
                 "tp" => said.tp = Some(Said { span, value: tp(meta)? }),
                 "tie_with" => {
                     said.tie_with = Some(Said { span, value: string(meta, "tie_with = \"embed.weight\"")? });
@@ -97,6 +114,10 @@ impl StructAttrs {
         read_words(ctxt, attrs, STRUCT_WORDS, |word, meta| {
             match word {
                 "crate" => said.krate = Some(crate_path(meta)?),
+                "rename_all" => said.rename_all = Some(rename_all(meta)?),
+                "tp_size" => {
+                    said.tp_size = Some(Said { span: meta.path.span(), value: tp_size(meta)? });
+                }
                 _ => said.bound = Some(bound(meta)?),
             }
             Ok(())
@@ -215,6 +236,70 @@ fn dtype(meta: &ParseNestedMeta) -> Result<Dtype> {
     DTYPES.iter().find(|(spelling, _)| *spelling == text).map(|(_, dtype)| *dtype).ok_or_else(|| {
         let known: Vec<&str> = DTYPES.iter().map(|(spelling, _)| *spelling).collect();
         Error::new(given.span(), format!("unknown dtype `{text}`: expected {}", suggest::list(&known)))
+    })
+}
+
+fn rename_all(meta: &ParseNestedMeta) -> Result<RenameRule> {
+    let given = string(meta, "rename_all = \"camelCase\"")?;
+    let text = given.value();
+    RenameRule::named(&text).ok_or_else(|| {
+        let expected = match suggest::nearest(&text, RenameRule::NAMES) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("expected {}", suggest::list(RenameRule::NAMES)),
+        };
+        Error::new(given.span(), format!("unknown rule `{text}` of `rename_all`: {expected}"))
+    })
+}
+
+fn tp_size(meta: &ParseNestedMeta) -> Result<Expr> {
+    let expected = "`tp_size` takes the number of tensor-parallel ranks: `tp_size = 8`";
+    value(meta, expected)?;
+    let span = meta.input.span();
+    let wrong = || Error::new(span, expected);
+    match meta.input.parse().map_err(|_| wrong())? {
+        Expr::Lit(literal) => match &literal.lit {
+            syn::Lit::Int(ranks) if ranks.base10_digits() != "0" => Ok(Expr::Lit(literal)),
+            _ => Err(wrong()),
+        },
+        ranks => Ok(ranks),
+    }
+}
+
+fn init(meta: &ParseNestedMeta) -> Result<Init> {
+    let expected =
+        "expected `init = zeros`, `ones`, `constant(VALUE)`, `normal(MEAN, STD)` or `uniform(LOW, HIGH)`";
+    value(meta, expected)?;
+    let span = meta.input.span();
+    let wrong = || Error::new(span, expected);
+    let name = meta.input.call(Ident::parse_any).map_err(|_| wrong())?.to_string();
+    let Some((_, numbers)) = INITS.iter().find(|(known, _)| *known == name) else {
+        let known: Vec<&str> = INITS.iter().map(|(known, _)| *known).collect();
+        let near = suggest::nearest(&name, &known);
+        let near = near.map(|near| format!(": did you mean `{near}`?")).unwrap_or_default();
+        return Err(Error::new(span, format!("unknown initial value `{name}`{near}\n{expected}")));
+    };
+    let given: Vec<Expr> = if meta.input.peek(syn::token::Paren) {
+        let list = within(meta.input, Delimiter::Parenthesis)?;
+        Punctuated::<Expr, Token![,]>::parse_terminated.parse2(list)?.into_iter().collect()
+    } else {
+        Vec::new()
+    };
+    if given.len() != *numbers {
+        let message = match numbers {
+            0 => format!("`{name}` takes no numbers: write `init = {name}`"),
+            1 => format!("`{name}` takes 1 number, got {}\n{expected}", given.len()),
+            _ => format!("`{name}` takes {numbers} numbers, got {}\n{expected}", given.len()),
+        };
+        return Err(Error::new(span, message));
+    }
+    let mut numbers = given.into_iter();
+    let mut next = || numbers.next().ok_or_else(wrong);
+    Ok(match name.as_str() {
+        "zeros" => Init::Zeros,
+        "ones" => Init::Ones,
+        "constant" => Init::Constant(next()?),
+        "normal" => Init::Normal(next()?, next()?),
+        _ => Init::Uniform(next()?, next()?),
     })
 }
 

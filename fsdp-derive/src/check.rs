@@ -6,7 +6,7 @@ use proc_macro2::Span;
 use quote::ToTokens;
 use syn::LitStr;
 
-use crate::attr::FieldAttrs;
+use crate::attr::{FieldAttrs, Tp};
 use crate::ctxt::Ctxt;
 use crate::model::{Field, Module, Role};
 use crate::types;
@@ -18,8 +18,8 @@ pub fn check(ctxt: &Ctxt, module: &Module) {
         for field in fields {
             attributes(ctxt, field);
             field_type(ctxt, field);
-            if field.is_state() && !names.insert(field.name()) {
-                let message = format!("duplicate name `{}`: another field has it already", field.name());
+            if field.is_state() && !names.insert(&field.name) {
+                let message = format!("duplicate name `{}`: another field has it already", field.name);
                 ctxt.error(field.name_span(), message);
             }
         }
@@ -57,18 +57,40 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
             {
                 ctxt.error(
                     span,
-                    format!("`{word}` and `buffer` contradict each other: a buffer is kept as it is, only parameters can be `{word}`"),
+                    format!("`{word}` and `buffer` contradict each other: a buffer is kept as it is, `{word}` is for parameters"),
                 );
             }
         }
         Role::Walked => {
-            if let Some(shape) = &attrs.shape {
+            if let (Some(init), Some(_)) = (&attrs.init, &attrs.tie_with) {
                 ctxt.error(
-                    shape.span,
-                    "`shape` is not supported yet: the shape is that of the `Param` at run time",
+                    init.span,
+                    "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
                 );
             }
+            partition_dim(ctxt, attrs);
         }
+    }
+}
+
+/// A tensor-parallel dim must be one of the declared shape's.
+fn partition_dim(ctxt: &Ctxt, attrs: &FieldAttrs) {
+    let (Some(tp), Some(shape)) = (&attrs.tp, &attrs.shape) else { return };
+    let (spelling, dim) = match tp.value {
+        Tp::Column => ("column".to_string(), 0),
+        Tp::Row => ("row".to_string(), 1),
+        Tp::Dim(dim) => (format!("dim({dim})"), dim),
+        Tp::Replicate => return,
+    };
+    let dims = shape.value.len();
+    if dim >= dims {
+        let has = match dims {
+            0 => "no dims".to_string(),
+            1 => "only dim 0".to_string(),
+            _ => format!("only dims 0 to {}", dims - 1),
+        };
+        let message = format!("`tp = {spelling}` cuts dim {dim}, but the declared `shape` has {has}");
+        ctxt.error(tp.span, message);
     }
 }
 
@@ -112,6 +134,7 @@ fn said(attrs: &FieldAttrs) -> Vec<(&'static str, Span)> {
         ("frozen", attrs.frozen.as_ref().map(|said| said.span)),
         ("no_decay", attrs.no_decay.as_ref().map(|said| said.span)),
         ("expert", attrs.expert.as_ref().map(|said| said.span)),
+        ("init", attrs.init.as_ref().map(|said| said.span)),
         ("dtype", attrs.dtype.as_ref().map(|said| said.span)),
         ("tp", attrs.tp.as_ref().map(|said| said.span)),
         ("tie_with", attrs.tie_with.as_ref().map(|said| said.span)),

@@ -1,73 +1,104 @@
 //! Writes the impl: data, and calls into `__private`.
 
 use proc_macro2::{Ident, Span, TokenStream, TokenTree};
-use quote::{format_ident, quote};
+use quote::{ToTokens, format_ident, quote};
+use syn::ext::IdentExt;
 use syn::spanned::Spanned;
 use syn::{DeriveInput, Generics, Lifetime, LitStr};
 
-use crate::attr::{Dtype, FieldAttrs, Tp};
+use crate::attr::{Dtype, FieldAttrs, Init, Tp};
 use crate::bound;
-use crate::model::{Body, Field, Module, Role};
+use crate::model::{Body, Field, Module, Role, Variant};
 
 /// The impl of a module in which nothing is wrong.
 pub fn expand(module: &Module) -> TokenStream {
     let walker = Ident::new("walker", Span::mixed_site());
-    let body = match &module.body {
-        Body::Struct(fields) => {
-            let statements = fields.iter().filter_map(|field| {
-                let member = &field.member;
-                walk_field(field, &walker, quote!(&self.#member))
-            });
-            quote!(#(#statements)*)
+    let mut fields = Fields { module, written: Vec::new() };
+    let (tree, body) = match &module.body {
+        Body::Struct(members) => {
+            let statements: Vec<_> = members
+                .iter()
+                .filter_map(|field| {
+                    let member = &field.member;
+                    fields.walk(field, &walker, quote!(&self.#member))
+                })
+                .collect();
+            (quote!(__fsdp::Tree::Fields(Self::FIELDS)), quote!(#(#statements)*))
         }
-        Body::Enum(variants) if variants.is_empty() => quote!(match *self {}),
+        Body::Enum(variants) if variants.is_empty() => {
+            (quote!(__fsdp::Tree::Fields(Self::FIELDS)), quote!(match *self {}))
+        }
         Body::Enum(variants) => {
             let arms = variants.iter().map(|variant| {
                 let ident = &variant.ident;
-                let (bindings, statements) = walk_variant(&variant.fields, &walker);
-                quote!(Self::#ident { #(#bindings,)* .. } => { #(#statements)* })
+                let name = LitStr::new(&ident.unraw().to_string(), Span::mixed_site());
+                let (bindings, statements) = fields.walk_variant(variant, &walker);
+                quote!(Self::#ident { #(#bindings,)* .. } => { #walker.variant(#name); #(#statements)* })
             });
-            quote!(match self { #(#arms)* })
+            let arms = arms.collect::<Vec<_>>();
+            (quote!(__fsdp::Tree::ENUM), quote!(match self { #(#arms)* }))
         }
     };
-    let is_walked = module.alternatives().into_iter().flatten().any(Field::is_state);
-    let walker = if is_walked { quote!(#walker) } else { quote!(_) };
-    let fsdp_unit = quote!(__fsdp::FsdpUnit);
-    let where_clause = bound::where_clause(module, &fsdp_unit);
-    implement(&module.ident, &module.generics, &krate(Some(module)), &quote!(#where_clause), &walker, &body)
+    let is_used = !body.is_empty() && !matches!(&module.body, Body::Enum(variants) if variants.is_empty());
+    let written = &fields.written;
+    let described =
+        (!written.is_empty()).then(|| quote!(const FIELDS: &'static [__fsdp::Field] = &[#(#written,)*];));
+    let (check_here, check_in_walk) = tp_size(module);
+    Impl {
+        ident: &module.ident,
+        generics: &module.generics,
+        krate: krate(Some(module)),
+        where_clause: bound::where_clause(module, &quote!(__fsdp::FsdpUnit)).to_token_stream(),
+        constants: quote!(#described const TREE: __fsdp::Tree = #tree;),
+        walker: if is_used && fields.uses_walker() { quote!(#walker) } else { quote!(_) },
+        body: quote!(#check_in_walk #body),
+        beside: check_here,
+    }
+    .write()
 }
 
 /// The impl that stands in when something is wrong: it walks nothing.
 pub fn stub(input: &DeriveInput, module: Option<&Module>) -> TokenStream {
-    let (_, _, where_clause) = input.generics.split_for_impl();
-    implement(
-        &input.ident,
-        &input.generics,
-        &krate(module),
-        &quote!(#where_clause),
-        &quote!(_),
-        &TokenStream::new(),
-    )
+    Impl {
+        ident: &input.ident,
+        generics: &input.generics,
+        krate: krate(module),
+        where_clause: input.generics.where_clause.to_token_stream(),
+        constants: TokenStream::new(),
+        walker: quote!(_),
+        body: TokenStream::new(),
+        beside: TokenStream::new(),
+    }
+    .write()
 }
 
-fn implement(
-    ident: &Ident,
-    generics: &Generics,
-    krate: &TokenStream,
-    where_clause: &TokenStream,
-    walker: &TokenStream,
-    body: &TokenStream,
-) -> TokenStream {
-    let (impl_generics, type_generics, _) = generics.split_for_impl();
-    let walk = fresh_lifetime(generics);
-    quote! {
-        const _: () = {
-            use #krate::__private as __fsdp;
-            #[automatically_derived]
-            impl #impl_generics __fsdp::FsdpUnit for #ident #type_generics #where_clause {
-                fn walk<#walk>(&#walk self, #walker: &mut __fsdp::Walker<'_, #walk>) { #body }
-            }
-        };
+struct Impl<'m> {
+    ident: &'m Ident,
+    generics: &'m Generics,
+    krate: TokenStream,
+    where_clause: TokenStream,
+    constants: TokenStream,
+    walker: TokenStream,
+    body: TokenStream,
+    beside: TokenStream,
+}
+
+impl Impl<'_> {
+    fn write(self) -> TokenStream {
+        let Impl { ident, generics, krate, where_clause, constants, walker, body, beside } = self;
+        let (impl_generics, type_generics, _) = generics.split_for_impl();
+        let walk = fresh_lifetime(generics);
+        quote! {
+            const _: () = {
+                use #krate::__private as __fsdp;
+                #[automatically_derived]
+                impl #impl_generics __fsdp::FsdpUnit for #ident #type_generics #where_clause {
+                    #constants
+                    fn walk<#walk>(&#walk self, #walker: &mut __fsdp::Walker<'_, #walk>) { #body }
+                }
+                #beside
+            };
+        }
     }
 }
 
@@ -78,33 +109,70 @@ fn krate(module: Option<&Module>) -> TokenStream {
     }
 }
 
-/// The bindings of a variant's pattern and the statements that walk them.
-fn walk_variant(fields: &[Field], walker: &Ident) -> (Vec<TokenStream>, Vec<TokenStream>) {
-    let walk = |(position, field): (usize, &Field)| {
-        let member = &field.member;
-        let binding = format_ident!("field{position}", span = Span::mixed_site());
-        let statement = walk_field(field, walker, quote!(#binding))?;
-        Some((quote!(#member: #binding), statement))
-    };
-    fields.iter().enumerate().filter_map(walk).unzip()
+/// The check of the declared shapes against `tp_size`: beside the impl, or, where it depends on type
+/// parameters, in the walk.
+fn tp_size(module: &Module) -> (TokenStream, TokenStream) {
+    let Some(tp_size) = &module.attrs.tp_size else { return Default::default() };
+    let (ident, ranks) = (&module.ident, &tp_size.value);
+    let check = Ident::new("check_tp_size", Span::mixed_site().located_at(tp_size.span));
+    let generics = &module.generics;
+    if generics.type_params().next().is_some() || generics.const_params().next().is_some() {
+        return (TokenStream::new(), quote!(const { __fsdp::#check::<Self>(#ranks) };));
+    }
+    let lifetimes = generics.lifetimes().map(|_| quote!('_));
+    (quote!(const _: () = __fsdp::#check::<#ident<#(#lifetimes),*>>(#ranks);), TokenStream::new())
 }
 
-/// The statement for one field, whose reference is `place`; none for what is skipped.
-fn walk_field(field: &Field, walker: &Ident, place: TokenStream) -> Option<TokenStream> {
-    let ty = &field.ty;
-    let place = at_type(field, place);
-    match &field.role {
-        // Called with the type as it was written, so that rustc points there if it is no module.
-        Role::Walked => {
-            let described = describe(field);
-            Some(quote!(#walker.field::<#ty>(#described, #place);))
-        }
-        Role::Buffer => {
-            let described = describe(field);
-            Some(quote!(#walker.buffer(#described, #place);))
-        }
-        Role::Skipped | Role::Plain(None) => None,
-        Role::Plain(Some(meant)) => Some(quote!(let _: &#meant = #place;)),
+/// The entries of `FIELDS`, written as the statements that refer to them are.
+struct Fields<'m> {
+    module: &'m Module,
+    written: Vec<TokenStream>,
+}
+
+impl Fields<'_> {
+    /// The bindings of a variant's pattern and the statements that walk them.
+    fn walk_variant(&mut self, variant: &Variant, walker: &Ident) -> (Vec<TokenStream>, Vec<TokenStream>) {
+        let walk = |(position, field): (usize, &Field)| {
+            let member = &field.member;
+            let binding = format_ident!("field{position}", span = Span::mixed_site());
+            let statement = self.walk(field, walker, quote!(#binding))?;
+            Some((quote!(#member: #binding), statement))
+        };
+        variant.fields.iter().enumerate().filter_map(walk).unzip()
+    }
+
+    /// The statement for one field, whose reference is `place`; none for what is skipped.
+    fn walk(&mut self, field: &Field, walker: &Ident, place: TokenStream) -> Option<TokenStream> {
+        let place = at_type(field, place);
+        // Called with the type as it was written, so that rustc points there if it is no module. The constant
+        // names the same trait of the same type, so that rustc says it once.
+        let (of_type, tree) = match &field.role {
+            Role::Walked => {
+                let ty = &field.ty;
+                let bound = if field.attrs.shape.is_some() { quote!(Shaped) } else { quote!(FsdpUnit) };
+                let of_type = quote!(<#ty as __fsdp::#bound>);
+                (of_type.clone(), quote!(&#of_type::TREE))
+            }
+            Role::Buffer => {
+                let ty = &field.ty;
+                (quote!(<#ty as __fsdp::Buffer>), quote!(&__fsdp::Tree::EMPTY))
+            }
+            Role::Skipped | Role::Plain(None) => return None,
+            Role::Plain(Some(meant)) => return Some(quote!(let _: &#meant = #place;)),
+        };
+        // A variant's content is not followed: a recursive enum has no end.
+        let is_enum = matches!(self.module.body, Body::Enum(_));
+        let tree = if is_enum { quote!(&__fsdp::Tree::ENUM) } else { tree };
+        let index = proc_macro2::Literal::usize_unsuffixed(self.written.len());
+        let name = LitStr::new(&field.name, Span::mixed_site());
+        let attrs = attributes(&field.attrs);
+        self.written.push(quote!(__fsdp::Field { name: #name, attrs: #attrs, tree: #tree }));
+        Some(quote!(#of_type::visit(#place, &Self::FIELDS[#index], #walker);))
+    }
+
+    /// Some statement names the walker.
+    fn uses_walker(&self) -> bool {
+        !self.written.is_empty() || matches!(self.module.body, Body::Enum(_))
     }
 }
 
@@ -116,12 +184,6 @@ fn at_type(field: &Field, place: TokenStream) -> TokenStream {
         token
     };
     place.into_iter().map(relocate).collect()
-}
-
-fn describe(field: &Field) -> TokenStream {
-    let name = LitStr::new(&field.name(), Span::mixed_site());
-    let attrs = attributes(&field.attrs);
-    quote!(&__fsdp::Field { name: #name, attrs: #attrs })
 }
 
 fn attributes(attrs: &FieldAttrs) -> TokenStream {
@@ -153,7 +215,21 @@ fn attributes(attrs: &FieldAttrs) -> TokenStream {
         let target = LitStr::new(&said.value.value(), Span::mixed_site());
         quote!(tie_with: __fsdp::Some(#target))
     });
-    let all = [tp, expert, frozen, no_decay, dtype, tie_with];
+    let init = attrs.init.as_ref().map(|said| {
+        let init = match &said.value {
+            Init::Zeros => quote!(Zeros),
+            Init::Ones => quote!(Ones),
+            Init::Constant(value) => quote!(Constant(#value)),
+            Init::Normal(mean, std) => quote!(Normal { mean: #mean, std: #std }),
+            Init::Uniform(low, high) => quote!(Uniform { low: #low, high: #high }),
+        };
+        quote!(init: __fsdp::Some(__fsdp::Init::#init))
+    });
+    let shape = attrs.shape.as_ref().map(|said| {
+        let dims = &said.value;
+        quote!(shape: __fsdp::Some(&[#dims]))
+    });
+    let all = [tp, expert, frozen, no_decay, dtype, init, tie_with, shape];
     if all.iter().all(Option::is_none) {
         return quote!(__fsdp::Attrs::NONE);
     }

@@ -11,6 +11,7 @@ mod check;
 mod ctxt;
 mod expand;
 mod model;
+mod rename;
 mod suggest;
 mod types;
 

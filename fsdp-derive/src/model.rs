@@ -7,6 +7,7 @@ use syn::{DeriveInput, Fields, Generics, Ident, Index, Member, Type};
 
 use crate::attr::{self, FieldAttrs, StructAttrs};
 use crate::ctxt::Ctxt;
+use crate::rename::RenameRule;
 use crate::types;
 
 /// A struct or enum that derives `FsdpUnit`.
@@ -35,6 +36,9 @@ pub struct Field {
     pub ty: Type,
     pub attrs: FieldAttrs,
     pub role: Role,
+    /// Its segment of the fully qualified name: as renamed, or as declared without `r#`. Empty for the only
+    /// field of a tuple variant, whose content is the variant's own.
+    pub name: String,
 }
 
 /// What a field is for.
@@ -55,11 +59,17 @@ impl Module {
     pub fn from_input(ctxt: &Ctxt, input: &DeriveInput) -> Option<Module> {
         let attrs = StructAttrs::read(ctxt, &input.attrs);
         let body = match &input.data {
-            syn::Data::Struct(data) => Body::Struct(read_fields(ctxt, &data.fields)),
+            syn::Data::Struct(data) => Body::Struct(read_fields(ctxt, &data.fields, attrs.rename_all)),
             syn::Data::Enum(data) => {
                 let read = |variant: &syn::Variant| {
                     attr::read_variant(ctxt, &variant.attrs);
-                    Variant { ident: variant.ident.clone(), fields: read_fields(ctxt, &variant.fields) }
+                    let mut fields = read_fields(ctxt, &variant.fields, attrs.rename_all);
+                    if let (syn::Fields::Unnamed(_), [only]) = (&variant.fields, fields.as_mut_slice())
+                        && only.attrs.rename.is_none()
+                    {
+                        only.name = String::new();
+                    }
+                    Variant { ident: variant.ident.clone(), fields }
                 };
                 Body::Enum(data.variants.iter().map(read).collect())
             }
@@ -84,15 +94,6 @@ impl Module {
 }
 
 impl Field {
-    /// Its segment of the fully qualified name: as renamed, or as declared without `r#`.
-    pub fn name(&self) -> String {
-        match (&self.attrs.rename, &self.member) {
-            (Some(rename), _) => rename.value.value(),
-            (None, Member::Named(ident)) => ident.unraw().to_string(),
-            (None, Member::Unnamed(index)) => index.index.to_string(),
-        }
-    }
-
     /// Where an error about its name belongs.
     pub fn name_span(&self) -> Span {
         match (&self.attrs.rename, &self.member) {
@@ -108,7 +109,7 @@ impl Field {
     }
 }
 
-fn read_fields(ctxt: &Ctxt, fields: &Fields) -> Vec<Field> {
+fn read_fields(ctxt: &Ctxt, fields: &Fields, rule: Option<RenameRule>) -> Vec<Field> {
     let read = |(position, field): (usize, &syn::Field)| {
         let attrs = FieldAttrs::read(ctxt, &field.attrs);
         let role = if attrs.skip.is_some() {
@@ -124,7 +125,13 @@ fn read_fields(ctxt: &Ctxt, fields: &Fields) -> Vec<Field> {
             Some(ident) => Member::Named(ident.clone()),
             None => Member::Unnamed(Index::from(position)),
         };
-        Field { member, ty: field.ty.clone(), attrs, role }
+        let name = match (&attrs.rename, &member, rule) {
+            (Some(rename), _, _) => rename.value.value(),
+            (None, Member::Named(ident), Some(rule)) => rule.apply(&ident.unraw().to_string()),
+            (None, Member::Named(ident), None) => ident.unraw().to_string(),
+            (None, Member::Unnamed(index), _) => index.index.to_string(),
+        };
+        Field { member, ty: field.ty.clone(), attrs, role, name }
     };
     fields.iter().enumerate().map(read).collect()
 }

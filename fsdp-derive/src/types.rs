@@ -98,6 +98,14 @@ pub fn walked_parts(ty: &Type) -> Vec<&Type> {
 pub fn refusal(ty: &Type) -> Option<syn::Error> {
     let is_whole = |part: &Type| std::ptr::eq(part, peel(ty));
     walked_parts(ty).into_iter().find_map(|part| {
+        if let Type::TraitObject(object) = part {
+            let message = format!(
+                "`{}` hides its parameters from the layout: make the alternatives variants of an enum that derives \
+                 `FsdpUnit`; or, if it holds no parameters, mark it `#[fsdp(skip)]`",
+                object.to_token_stream()
+            );
+            return Some(syn::Error::new_spanned(object, message));
+        }
         let Type::Path(path) = part else { return None };
         let name = known(&path.path)?.ident.to_string();
         let reason = match name.as_str() {

@@ -2,7 +2,8 @@
 //! layer (Touvron et al., 2023), with the parameter names of Hugging Face's checkpoints.
 
 use candle_core::{Result, Tensor};
-use fsdp::engine::{Attrs, Tie, UnitCell, Visitor, Walker};
+use fsdp::engine::{Tie, UnitCell, Visitor, Walker};
+use fsdp::spec::Attrs;
 use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
 
 use crate::config::LlamaConfig;

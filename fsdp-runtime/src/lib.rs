@@ -4,6 +4,8 @@
 //! other way: streams and events carry [`comm::CommError`], as what fails on a stream is in general a
 //! collective.
 
+pub mod init;
+
 pub mod spec;
 
 pub mod layout;
@@ -20,8 +22,6 @@ pub mod memory;
 
 pub mod buffer;
 
-pub mod init;
-
 pub mod optim;
 
 pub mod trace;
@@ -33,17 +33,19 @@ mod pipeline;
 pub mod engine;
 
 pub use engine::{
-    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, MixedPrecision, Param,
-    Recompute, Scope, ShardedOptimizer, Tensors, Unit,
+    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Param, Recompute, Scope,
+    ShardedOptimizer, Tensors, Unit,
 };
 pub use error::{Error, Result};
 pub use init::Init;
+pub use spec::MixedPrecision;
 
 /// What the derive's expansion calls. Not for users: it may change in any release.
 #[doc(hidden)]
 pub mod __private {
     pub use core::option::Option::Some;
 
-    pub use crate::engine::{Attrs, Field, FsdpUnit, Walker};
-    pub use crate::spec::{Dtype, TpPlacement};
+    pub use crate::Init;
+    pub use crate::engine::{Buffer, FsdpUnit, Shaped, Walker};
+    pub use crate::spec::{Attrs, Dtype, Field, TpPlacement, Tree};
 }

@@ -30,6 +30,7 @@ fn params() -> impl Strategy<Value = Vec<ParamSpec>> {
             key,
             no_decay: false,
             tp: None,
+            tp_parts: 1,
             shared,
         };
         specs.into_iter().enumerate().map(spec).collect()

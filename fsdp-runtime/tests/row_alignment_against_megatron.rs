@@ -84,6 +84,7 @@ fn params_of(case: &Value, experts: bool) -> Vec<ParamSpec> {
             key: key_of(group),
             no_decay: false,
             tp: None,
+            tp_parts: 1,
             shared: param["shared"].as_bool().unwrap(),
         });
     }

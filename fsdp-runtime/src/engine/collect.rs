@@ -3,12 +3,14 @@
 use std::collections::HashMap;
 
 use super::config::FsdpConfig;
-use super::module::{Attrs, FsdpUnit, Tie, Visitor, Walker};
+use super::module::{FsdpUnit, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
 use crate::error::{Error, Result};
+use crate::init::Init;
 use crate::layout::UnitSpec;
-use crate::spec::{GroupKey, ParamSpec};
+use crate::mesh::{MeshDim, Topology};
+use crate::spec::{Attrs, GroupKey, ParamSpec, TpPlacement};
 
 /// A use of a parameter: one name, one handle.
 pub(crate) struct Use<'a> {
@@ -25,6 +27,10 @@ pub(crate) struct Collected<'a> {
     pub cells: Vec<&'a UnitCell>,
     pub uses: Vec<Use<'a>>,
     pub specs: Vec<ParamSpec>,
+    /// Initial value of each physical parameter: that of its first use.
+    pub inits: Vec<Init>,
+    /// Paths of enums, and the variants they are.
+    pub variants: Vec<(String, &'static str)>,
 }
 
 struct Found<'a> {
@@ -40,6 +46,7 @@ struct Collector<'a> {
     cells: Vec<&'a UnitCell>,
     open: Vec<usize>,
     found: Vec<Found<'a>>,
+    variants: Vec<(String, &'static str)>,
 }
 
 impl<'a> Visitor<'a> for Collector<'a> {
@@ -57,6 +64,61 @@ impl<'a> Visitor<'a> for Collector<'a> {
     fn leave_unit(&mut self) {
         self.open.pop();
     }
+
+    fn variant(&mut self, path: &str, name: &'static str) {
+        self.variants.push((path.into(), name));
+    }
+}
+
+impl Found<'_> {
+    fn init(&self) -> Init {
+        self.attrs.init.unwrap_or(*self.param.init())
+    }
+
+    fn requires_grad(&self) -> bool {
+        self.param.own_requires_grad().unwrap_or(!self.attrs.frozen.unwrap_or(false))
+    }
+
+    /// What is wrong with the parameter by itself.
+    fn check(&self) -> Result<()> {
+        let error = |message| Err(param_error(&self.name, message));
+        if !self.init().is_finite() {
+            return error(format!("its initial value {:?} is not finite", self.init()));
+        }
+        if let Some(bound) = self.param.bound() {
+            return error(format!("is part of a sharded model already, as `{}`", bound.name));
+        }
+        if let Some(declared) = self.attrs.shape
+            && declared != self.param.dims()
+        {
+            let made = self.param.dims();
+            return error(format!("its declared shape is {declared:?}, but it was made with {made:?}"));
+        }
+        Ok(())
+    }
+
+    /// The shape of the part that one tensor-parallel rank holds, and the number of parts.
+    fn tp_part(&self, mesh: &Topology) -> Result<(Vec<usize>, usize)> {
+        let mut shape = self.param.dims().to_vec();
+        let Some((placement, dim)) = self.attrs.tp.and_then(|tp| Some((tp, tp.dim()?))) else {
+            return Ok((shape, 1));
+        };
+        let Some(&size) = shape.get(dim) else {
+            let message =
+                format!("`tp = {placement}` cuts dim {dim}, which its shape {shape:?} does not have");
+            return Err(param_error(&self.name, message));
+        };
+        let parts = mesh.size(MeshDim::Tp);
+        if !size.is_multiple_of(parts) {
+            let message = format!(
+                "`tp = {placement}` cuts dim {dim} of its shape {shape:?}, but {size} cannot be shared evenly by the \
+                 {parts} tensor-parallel ranks of mesh {mesh}"
+            );
+            return Err(param_error(&self.name, message));
+        }
+        shape[dim] /= parts;
+        Ok((shape, parts))
+    }
 }
 
 fn param_error(param: &str, message: impl Into<String>) -> Error {
@@ -67,16 +129,22 @@ fn param_error(param: &str, message: impl Into<String>) -> Error {
 ///
 /// # Errors
 /// Two parameters of one name; a tie to a parameter that does not exist or differs in shape, dtype or
-/// trainability; a parameter that is part of a sharded model already.
-pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Result<Collected<'a>> {
+/// trainability; a parameter that is part of a sharded model already, that has not the shape declared for it,
+/// or whose tensor-parallel dim does not exist or cannot be shared evenly.
+pub(crate) fn collect<'a, M: FsdpUnit>(
+    model: &'a M,
+    config: &FsdpConfig,
+    mesh: &Topology,
+) -> Result<Collected<'a>> {
     let mut collector = Collector {
         units: vec![UnitSpec { path: String::new() }],
         cells: Vec::new(),
         open: Vec::new(),
         found: Vec::new(),
+        variants: Vec::new(),
     };
     model.walk(&mut Walker::new(&mut collector));
-    let Collector { units, cells, found, .. } = collector;
+    let Collector { units, cells, found, variants, .. } = collector;
     for (index, cell) in cells.iter().enumerate() {
         if let Some(first) = cells[..index].iter().position(|other| std::ptr::eq(*other, *cell)) {
             return Err(Error::Usage(format!(
@@ -92,34 +160,31 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
         if by_name.insert(item.name.as_str(), index).is_some() {
             return Err(param_error(&item.name, "two parameters have this name; rename one of the fields"));
         }
-        if !item.param.init().is_finite() {
-            let message = format!("its initial value {:?} is not finite", item.param.init());
-            return Err(param_error(&item.name, message));
-        }
-        if let Some(bound) = item.param.bound() {
-            let message = format!("is part of a sharded model already, as `{}`", bound.name);
-            return Err(param_error(&item.name, message));
-        }
+        item.check()?;
     }
 
     let owners = owners(&found, &by_name)?;
     let key = |item: &Found<'_>| GroupKey {
         dtype: item.attrs.dtype.or(item.param.own_dtype()).unwrap_or(config.precision.param),
         expert: item.attrs.expert.unwrap_or(false),
-        requires_grad: !item.attrs.frozen.unwrap_or(false),
+        requires_grad: item.requires_grad(),
         unit: item.unit,
     };
     let mut specs: Vec<ParamSpec> = Vec::new();
+    let mut inits = Vec::new();
     let mut slot_of = vec![usize::MAX; found.len()];
     for (index, item) in found.iter().enumerate() {
         if owners[index] == index {
             slot_of[index] = specs.len();
+            inits.push(item.init());
+            let (shape, tp_parts) = item.tp_part(mesh)?;
             specs.push(ParamSpec {
                 name: item.name.clone(),
-                shape: item.param.dims().to_vec(),
+                shape,
                 key: key(item),
                 no_decay: item.attrs.no_decay.unwrap_or(false),
                 tp: item.attrs.tp,
+                tp_parts,
                 shared: false,
             });
         }
@@ -132,36 +197,32 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
         let slot = slot_of[owner];
         slot_of[index] = slot;
         let spec = &mut specs[slot];
-        if spec.shape != item.param.dims() {
-            return Err(param_error(
-                &item.name,
-                format!(
-                    "is tied to `{}`, whose shape is {:?}, not {:?}",
-                    spec.name,
-                    spec.shape,
-                    item.param.dims()
-                ),
-            ));
+        let (theirs, ours) = (spec.full_shape(), item.param.dims());
+        if theirs != ours {
+            let message = format!("is tied to `{}`, whose shape is {theirs:?}, not {ours:?}", spec.name);
+            return Err(param_error(&item.name, message));
         }
         let (ours, theirs) = (key(item), spec.key);
-        if (ours.dtype, ours.requires_grad, ours.expert)
-            != (theirs.dtype, theirs.requires_grad, theirs.expert)
+        let dim = item.attrs.tp.and_then(TpPlacement::dim);
+        if (ours.dtype, ours.requires_grad, ours.expert, dim)
+            != (theirs.dtype, theirs.requires_grad, theirs.expert, spec.partition_dim())
         {
-            let describe = |key: GroupKey| {
+            let describe = |key: GroupKey, tp: Option<TpPlacement>| {
                 format!(
-                    "{}{}{}",
+                    "{}{}{}{}",
                     key.dtype,
                     if key.requires_grad { "" } else { ", frozen" },
-                    if key.expert { ", expert" } else { "" }
+                    if key.expert { ", expert" } else { "" },
+                    tp.map(|tp| format!(", tp = {tp}")).unwrap_or_default(),
                 )
             };
             return Err(param_error(
                 &item.name,
                 format!(
                     "({}) is tied to `{}` ({}): tied parameters must agree",
-                    describe(ours),
+                    describe(ours, item.attrs.tp),
                     spec.name,
-                    describe(theirs)
+                    describe(theirs, spec.tp)
                 ),
             ));
         }
@@ -176,7 +237,26 @@ pub(crate) fn collect<'a, M: FsdpUnit>(model: &'a M, config: &FsdpConfig) -> Res
         param: item.param,
         slot,
     });
-    Ok(Collected { units, cells, uses: uses.collect(), specs })
+    Ok(Collected { units, cells, uses: uses.collect(), specs, inits, variants })
+}
+
+/// Every parameter of `model`, one entry a name.
+pub(crate) fn collect_params<M: FsdpUnit>(model: &M) -> Vec<&Param> {
+    struct Params<'a>(Vec<&'a Param>);
+
+    impl<'a> Visitor<'a> for Params<'a> {
+        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, param: &'a Param) {
+            self.0.push(param);
+        }
+
+        fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
+
+        fn leave_unit(&mut self) {}
+    }
+
+    let mut params = Params(Vec::new());
+    model.walk(&mut Walker::new(&mut params));
+    params.0
 }
 
 /// For each parameter found, the one whose storage it shares: itself, the first clone of it, or the target of

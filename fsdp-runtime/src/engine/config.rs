@@ -1,30 +1,7 @@
 //! How a model is sharded and trained.
 
 use crate::layout::ShardAlignment;
-use crate::spec::{Dtype, Strategy};
-
-/// Dtypes of a training run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MixedPrecision {
-    /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute
-    /// says otherwise.
-    pub param: Dtype,
-    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients
-    /// are FP32.
-    pub reduce: Dtype,
-}
-
-impl Default for MixedPrecision {
-    /// All FP32.
-    fn default() -> Self {
-        MixedPrecision { param: Dtype::F32, reduce: Dtype::F32 }
-    }
-}
-
-impl MixedPrecision {
-    /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
-    pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, reduce: Dtype::F32 };
-}
+use crate::spec::{MixedPrecision, Strategy};
 
 /// How the contributions of the data-parallel ranks are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -15,10 +15,10 @@ mod sharding;
 mod sink;
 mod unit;
 
-pub use config::{FsdpConfig, GradientScaling, MixedPrecision, Recompute};
+pub use config::{FsdpConfig, GradientScaling, Recompute};
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync};
-pub use module::{Attrs, Field, FsdpUnit, Tie, Visitor, Walker};
+pub use module::{Buffer, FsdpUnit, Shaped, Tie, Visitor, Walker};
 pub use optimizer::ShardedOptimizer;
 pub use param::Param;
 pub use report::{MemoryReport, TrafficReport, UnitReport};

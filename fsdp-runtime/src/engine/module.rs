@@ -13,9 +13,9 @@ use candle_core::Tensor;
 
 use super::param::Param;
 use super::unit::UnitCell;
-use crate::spec::{Dtype, TpPlacement};
+use crate::spec::{Attrs, Field, TpPlacement, Tree};
 
-/// A module that can be sharded: it can walk its parameters.
+/// A module that can be sharded: it can walk its parameters, and its type tells what is known of them.
 ///
 /// Derive it; do not write it by hand. Implemented for [`Param`] (a leaf), [`Unit<T>`](super::Unit), and for
 /// `Vec`, `Option`, `Box`, `Arc`, arrays, tuples and `BTreeMap` of modules.
@@ -25,53 +25,55 @@ use crate::spec::{Dtype, TpPlacement};
     note = "derive it: `#[derive(FsdpUnit)] struct ..`; or, if this field holds no parameters, mark it `#[fsdp(skip)]`"
 )]
 pub trait FsdpUnit {
+    /// The fields that the walk reports, in declaration order; those of all variants of an enum.
+    const FIELDS: &'static [Field] = &[];
+
+    /// What the type tells about the parameters; [`StaticLayout`](crate::layout::StaticLayout) is computed
+    /// from it.
+    const TREE: Tree = Tree::Unknown("its walk was written by hand");
+
     /// Tells `walker` about every parameter, buffer and nested module, in declaration order.
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>);
-}
 
-/// What `#[fsdp(..)]` says about a field. `None` means unsaid: inherited from the enclosing field.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Attrs {
-    /// `tp = column | row | replicate | dim(N)`.
-    pub tp: Option<TpPlacement>,
-    /// `expert`.
-    pub expert: Option<bool>,
-    /// `frozen`: no gradient, no optimizer state.
-    pub frozen: Option<bool>,
-    /// `no_decay`: weight decay is not applied.
-    pub no_decay: Option<bool>,
-    /// `dtype = ".."`: overrides the policy's parameter dtype.
-    pub dtype: Option<Dtype>,
-    /// `tie_with = "path"`: shares its storage with the parameter (or the parameters of the module) of that
-    /// name, relative to the struct that declares the field, or absolute.
-    pub tie_with: Option<&'static str>,
-}
-
-impl Attrs {
-    /// Nothing said.
-    pub const NONE: Attrs =
-        Attrs { tp: None, expert: None, frozen: None, no_decay: None, dtype: None, tie_with: None };
-
-    /// `self` where it says something, else `outer`. Ties are not inherited this way: see [`Tie`].
-    fn over(self, outer: Attrs) -> Attrs {
-        Attrs {
-            tp: self.tp.or(outer.tp),
-            expert: self.expert.or(outer.expert),
-            frozen: self.frozen.or(outer.frozen),
-            no_decay: self.no_decay.or(outer.no_decay),
-            dtype: self.dtype.or(outer.dtype),
-            tie_with: self.tie_with,
-        }
+    /// Walks `self` as the content of `field`.
+    #[doc(hidden)]
+    fn visit<'a>(&'a self, field: &'static Field, walker: &mut Walker<'_, 'a>) {
+        walker.field(field, |walker| self.walk(walker));
     }
 }
 
-/// One field of a struct: its name (renamed if so declared; may contain dots) and its attributes.
-#[derive(Clone, Copy, Debug)]
-pub struct Field {
-    /// Last segment(s) of the fully qualified name.
-    pub name: &'static str,
-    /// What the field's `#[fsdp(..)]` says.
-    pub attrs: Attrs,
+/// What one `shape` can be said of: a [`Param`], or a container of nothing but them.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` has no shape to declare",
+    label = "not a `Param`, and not a container of `Param`s",
+    note = "`#[fsdp(shape = [..])]` belongs on the parameter inside the module"
+)]
+pub trait Shaped: FsdpUnit {
+    /// That of [`FsdpUnit`].
+    const TREE: Tree = <Self as FsdpUnit>::TREE;
+
+    /// That of [`FsdpUnit`].
+    #[doc(hidden)]
+    fn visit<'a>(&'a self, field: &'static Field, walker: &mut Walker<'_, 'a>) {
+        FsdpUnit::visit(self, field, walker);
+    }
+}
+
+/// What a field marked `#[fsdp(buffer)]` may be: a candle `Tensor`, or an `Option`, `Vec` or array of them.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be a buffer",
+    label = "not a candle `Tensor`, nor an `Option`, `Vec` or array of them",
+    note = "a buffer is a tensor that is kept and saved but not trained; what is not a part of the model's state is marked `#[fsdp(skip)]`"
+)]
+pub trait Buffer {
+    /// Tells `walker` about every tensor.
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>);
+
+    /// Walks `self` as the content of `field`.
+    #[doc(hidden)]
+    fn visit<'a>(&'a self, field: &'static Field, walker: &mut Walker<'_, 'a>) {
+        walker.field(field, |walker| self.walk(walker));
+    }
 }
 
 /// A resolved `tie_with`: the two names the target may have.
@@ -96,6 +98,9 @@ pub trait Visitor<'a> {
 
     /// A tensor that is kept and saved, never reduced.
     fn buffer(&mut self, _name: &str, _tensor: &'a Tensor) {}
+
+    /// The enum at `path` is this variant; its content follows.
+    fn variant(&mut self, _path: &str, _name: &'static str) {}
 }
 
 struct OpenTie {
@@ -109,29 +114,33 @@ pub struct Walker<'v, 'a> {
     visitor: &'v mut dyn Visitor<'a>,
     path: String,
     attrs: Attrs,
+    /// The placement was declared on the very field that holds the parameter.
+    own_tp: bool,
     tie: Option<OpenTie>,
 }
 
 impl<'v, 'a> Walker<'v, 'a> {
     /// A walk from the root, whose path is empty.
     pub fn new(visitor: &'v mut dyn Visitor<'a>) -> Self {
-        Walker { visitor, path: String::new(), attrs: Attrs::NONE, tie: None }
+        Walker { visitor, path: String::new(), attrs: Attrs::NONE, own_tp: false, tie: None }
     }
 
-    /// Descends into a field.
-    pub fn field<T: FsdpUnit + ?Sized>(&mut self, field: &Field, value: &'a T) {
-        self.descend(&field.name, field.attrs, |walker| value.walk(walker));
+    /// Descends into a field, whose content `body` reports.
+    pub fn field(&mut self, field: &Field, body: impl FnOnce(&mut Self)) {
+        let own_tp = std::mem::replace(&mut self.own_tp, field.attrs.tp.is_some());
+        self.descend(&field.name, field.attrs, body);
+        self.own_tp = own_tp;
     }
 
-    /// Descends into an element of a container, named by its index or key.
-    pub fn element<T: FsdpUnit + ?Sized>(&mut self, key: &dyn Display, value: &'a T) {
-        self.descend(key, Attrs::NONE, |walker| value.walk(walker));
+    /// Descends into an element of a container, named by its index or key. It is what its container was
+    /// declared to be.
+    pub fn element(&mut self, key: &dyn Display, body: impl FnOnce(&mut Self)) {
+        self.descend(key, Attrs { shape: self.attrs.shape, ..Attrs::NONE }, body);
     }
 
-    /// Reports a field that is a buffer.
-    pub fn buffer(&mut self, field: &Field, tensor: &'a Tensor) {
-        let name = join(&self.path, &field.name);
-        self.visitor.buffer(&name, tensor);
+    /// The enum at the present path is this variant.
+    pub fn variant(&mut self, name: &'static str) {
+        self.visitor.variant(&self.path, name);
     }
 
     /// Reports a parameter at the present path.
@@ -140,7 +149,9 @@ impl<'v, 'a> Walker<'v, 'a> {
             let rest = &self.path[open.declared_at..];
             Tie { relative: format!("{}{rest}", open.relative), absolute: format!("{}{rest}", open.absolute) }
         });
-        self.visitor.param(&self.path, &self.attrs, tie.as_ref(), param);
+        let placement = |tp: TpPlacement| if self.own_tp { tp } else { tp.inherited(param.dims().len()) };
+        let attrs = Attrs { tp: self.attrs.tp.map(placement), ..self.attrs };
+        self.visitor.param(&self.path, &attrs, tie.as_ref(), param);
     }
 
     /// What `body` reports belongs to the unit of `cell`.
@@ -172,37 +183,58 @@ impl<'v, 'a> Walker<'v, 'a> {
     }
 }
 
+/// Either may be empty.
 fn join(path: &str, name: &dyn Display) -> String {
-    if path.is_empty() { name.to_string() } else { format!("{path}.{name}") }
+    let mut joined = path.to_string();
+    let name = name.to_string();
+    if !path.is_empty() && !name.is_empty() {
+        joined.push('.');
+    }
+    joined.push_str(&name);
+    joined
 }
 
 impl FsdpUnit for Param {
+    const TREE: Tree = Tree::Param;
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         walker.param(self);
     }
 }
 
 impl<T: ?Sized> FsdpUnit for PhantomData<T> {
+    const TREE: Tree = Tree::EMPTY;
+
     fn walk<'a>(&'a self, _walker: &mut Walker<'_, 'a>) {}
 }
 
 impl FsdpUnit for () {
+    const TREE: Tree = Tree::EMPTY;
+
     fn walk<'a>(&'a self, _walker: &mut Walker<'_, 'a>) {}
 }
 
 impl<T: FsdpUnit + ?Sized> FsdpUnit for Box<T> {
+    const TREE: Tree = T::TREE;
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         (**self).walk(walker);
     }
 }
 
 impl<T: FsdpUnit + ?Sized> FsdpUnit for Arc<T> {
+    const TREE: Tree = T::TREE;
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         (**self).walk(walker);
     }
 }
 
+// A container of any length does not look at its elements' trees: those of a recursive module would never
+// end.
 impl<T: FsdpUnit> FsdpUnit for Option<T> {
+    const TREE: Tree = Tree::Unknown("an `Option` may be empty");
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         if let Some(module) = self {
             module.walk(walker);
@@ -211,29 +243,37 @@ impl<T: FsdpUnit> FsdpUnit for Option<T> {
 }
 
 impl<T: FsdpUnit> FsdpUnit for [T] {
+    const TREE: Tree = Tree::Unknown("a slice has any number of elements");
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         for (index, module) in self.iter().enumerate() {
-            walker.element(&index, module);
+            walker.element(&index, |walker| module.walk(walker));
         }
     }
 }
 
 impl<T: FsdpUnit> FsdpUnit for Vec<T> {
+    const TREE: Tree = Tree::Unknown("a `Vec` has any number of elements: make it an array");
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         self.as_slice().walk(walker);
     }
 }
 
 impl<T: FsdpUnit, const N: usize> FsdpUnit for [T; N] {
+    const TREE: Tree = Tree::Array(N, &T::TREE);
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         self.as_slice().walk(walker);
     }
 }
 
 impl<K: Display, T: FsdpUnit> FsdpUnit for BTreeMap<K, T> {
+    const TREE: Tree = Tree::Unknown("a `BTreeMap` has any number of elements");
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         for (key, module) in self {
-            walker.element(key, module);
+            walker.element(key, |walker| module.walk(walker));
         }
     }
 }
@@ -241,8 +281,10 @@ impl<K: Display, T: FsdpUnit> FsdpUnit for BTreeMap<K, T> {
 macro_rules! tuples {
     ($(($($name:ident $index:tt),+))+) => {$(
         impl<$($name: FsdpUnit),+> FsdpUnit for ($($name,)+) {
+            const TREE: Tree = Tree::Tuple(&[$(&$name::TREE),+]);
+
             fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-                $(walker.element(&$index, &self.$index);)+
+                $(walker.element(&$index, |walker| self.$index.walk(walker));)+
             }
         }
     )+};
@@ -257,4 +299,43 @@ tuples! {
     (A 0, B 1, C 2, D 3, E 4, F 5)
     (A 0, B 1, C 2, D 3, E 4, F 5, G 6)
     (A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7)
+}
+
+impl Shaped for Param {}
+impl<T: Shaped> Shaped for super::Unit<T> {}
+impl<T: Shaped + ?Sized> Shaped for Box<T> {}
+impl<T: Shaped + ?Sized> Shaped for Arc<T> {}
+impl<T: Shaped> Shaped for Option<T> {}
+impl<T: Shaped> Shaped for Vec<T> {}
+impl<T: Shaped, const N: usize> Shaped for [T; N] {}
+impl<K: Display, T: Shaped> Shaped for BTreeMap<K, T> {}
+
+impl Buffer for Tensor {
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        walker.visitor.buffer(&walker.path, self);
+    }
+}
+
+impl<T: Buffer> Buffer for Option<T> {
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        if let Some(buffer) = self {
+            buffer.walk(walker);
+        }
+    }
+}
+
+impl<T: Buffer> Buffer for Vec<T> {
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        for (index, buffer) in self.iter().enumerate() {
+            walker.element(&index, |walker| buffer.walk(walker));
+        }
+    }
+}
+
+impl<T: Buffer, const N: usize> Buffer for [T; N] {
+    fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        for (index, buffer) in self.iter().enumerate() {
+            walker.element(&index, |walker| buffer.walk(walker));
+        }
+    }
 }

@@ -3,9 +3,11 @@
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{Shape, Tensor};
+use parking_lot::Mutex;
 
 use super::scope::Scope;
 use super::sink::GradSink;
+use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::spec::Dtype;
 
@@ -22,6 +24,8 @@ struct Inner {
     shape: Shape,
     init: Init,
     dtype: Option<Dtype>,
+    /// Set at run time, whatever the attributes say.
+    requires_grad: Mutex<Option<bool>>,
     bound: OnceLock<Bound>,
 }
 
@@ -39,7 +43,7 @@ pub(crate) struct Bound {
 }
 
 impl Param {
-    /// A parameter of `shape`, initialised from a normal distribution of standard deviation 0.02.
+    /// A parameter of `shape` (of the whole, however many ranks share it), initialised from a normal distribution of standard deviation 0.02.
     ///
     /// ```
     /// # use fsdp_runtime::{Init, Param};
@@ -48,32 +52,39 @@ impl Param {
     /// assert_eq!(weight.dims(), [64, 32]);
     /// ```
     pub fn new(shape: impl Into<Shape>) -> Param {
-        Param(Arc::new(Inner {
-            shape: shape.into(),
-            init: Init::Normal { mean: 0.0, std: 0.02 },
-            dtype: None,
-            bound: OnceLock::new(),
-        }))
+        let init = Init::Normal { mean: 0.0, std: 0.02 };
+        Param::unbound(shape.into(), init, None, None)
     }
 
-    /// The same with another initial value.
+    /// The same with another initial value. An attribute on the field wins over it.
     pub fn with_init(self, init: Init) -> Param {
-        Param(Arc::new(Inner {
-            shape: self.0.shape.clone(),
-            init,
-            dtype: self.0.dtype,
-            bound: OnceLock::new(),
-        }))
+        Param::unbound(self.0.shape.clone(), init, self.0.dtype, self.own_requires_grad())
     }
 
     /// The same with a dtype of its own, whatever the policy says. An attribute on the field wins over it.
     pub fn with_dtype(self, dtype: Dtype) -> Param {
-        Param(Arc::new(Inner {
-            shape: self.0.shape.clone(),
-            init: self.0.init.clone(),
-            dtype: Some(dtype),
-            bound: OnceLock::new(),
-        }))
+        Param::unbound(self.0.shape.clone(), self.0.init, Some(dtype), self.own_requires_grad())
+    }
+
+    fn unbound(shape: Shape, init: Init, dtype: Option<Dtype>, requires_grad: Option<bool>) -> Param {
+        let requires_grad = Mutex::new(requires_grad);
+        Param(Arc::new(Inner { shape, init, dtype, requires_grad, bound: OnceLock::new() }))
+    }
+
+    /// Freezes the parameter (`false`) or makes it trainable, whatever the attributes say; for a whole module
+    /// see [`FullyShard::set_requires_grad`](super::FullyShard::set_requires_grad). Clones follow.
+    ///
+    /// # Errors
+    /// If the model is sharded already: its layout is made for what was trainable then.
+    pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
+        if let Some(name) = self.name() {
+            return Err(Error::Param {
+                param: name.into(),
+                message: "is sharded already: what is trainable must be said before `fully_shard`".into(),
+            });
+        }
+        *self.0.requires_grad.lock() = Some(requires_grad);
+        Ok(())
     }
 
     /// Dims, outermost first.
@@ -116,6 +127,10 @@ impl Param {
     /// Where ops that compute weight gradients themselves may write this parameter's.
     pub fn grad_sink(&self) -> GradSink {
         self.0.bound.get().map(|bound| bound.sink.clone()).unwrap_or_default()
+    }
+
+    pub(crate) fn own_requires_grad(&self) -> Option<bool> {
+        *self.0.requires_grad.lock()
     }
 
     pub(crate) fn own_dtype(&self) -> Option<Dtype> {

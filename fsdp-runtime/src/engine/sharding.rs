@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::collect::{Collected, collect};
+use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
 use super::core::{Engine, Parts, Slot, UnitInfo, next_id};
 use super::fsdp::Fsdp;
@@ -14,10 +14,9 @@ use crate::buffer::GroupBuffers;
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
-use crate::init::Init;
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
 use crate::memory::{Account, variable};
-use crate::mesh::MeshDim;
+use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, ReduceOptions, Streams};
 use crate::spec::{Dtype, ParamSpec, Strategy};
 use crate::trace::Tracer;
@@ -48,6 +47,35 @@ pub trait FullyShard: FsdpUnit + Sized {
         let engine = build(&self, mesh, config)?;
         Ok(Fsdp::new(self, engine))
     }
+
+    /// The layout that the model would have on a mesh: parameters with their shapes, groups and
+    /// tensor-parallel dims, units, buckets, shards. Allocates nothing and asks no other rank.
+    ///
+    /// # Errors
+    /// As for [`FullyShard::fully_shard`], except for what only a comparison of ranks can find.
+    ///
+    /// ```
+    /// use fsdp_runtime::mesh::Topology;
+    /// use fsdp_runtime::{FsdpConfig, FullyShard, Param};
+    ///
+    /// let mesh = Topology::new(&[("dp_shard", 8)], 8)?;
+    /// let layout = Param::new((100, 10)).layout(&mesh, &FsdpConfig::default())?;
+    /// assert_eq!(layout.buckets[0].shard_len(), 128); // 1000 elements, padded to 8 x 16
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    fn layout(&self, mesh: &Topology, config: &FsdpConfig) -> Result<ModelLayout> {
+        Ok(lay_out(self, mesh, config)?.1)
+    }
+
+    /// Freezes every parameter of the module (`false`) or makes all of them trainable, whatever their
+    /// attributes say. To be called before the model is sharded; what is called later wins, so a model can be
+    /// frozen and then its adapters be made trainable.
+    ///
+    /// # Errors
+    /// If a parameter is sharded already.
+    fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
+        collect_params(self).into_iter().try_for_each(|param| param.set_requires_grad(requires_grad))
+    }
 }
 
 impl<M: FsdpUnit> FullyShard for M {}
@@ -57,8 +85,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let name = std::any::type_name::<M>().split('<').next().unwrap_or_default();
     let comm = mesh.communicator().duplicate(name.rsplit("::").next().unwrap_or(name));
     check_mesh(mesh)?;
-    let (collected, layout) = agree_on_layout(model, &*comm, config)?;
-    let inits = initial_values(&collected, layout.params.len());
+    let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     let slots = slots(&collected, &layout)?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
@@ -87,14 +114,14 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     };
     let (gather, reduce) = (gather_pipeline(&parts), reduce_pipeline(&parts));
     let engine = Engine::new(parts, gather, reduce);
-    for (index, cell) in collected.cells.into_iter().enumerate() {
+    for (index, cell) in collected.cells.iter().enumerate() {
         if !cell.bind(&engine, index + 1) {
             let unit = engine.unit_name(index + 1).to_string();
             return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
         }
     }
     engine.fill_weights(|param, spec, range, out| {
-        inits[param].fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
+        collected.inits[param].fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
         Ok(())
     })?;
     Ok(engine)
@@ -116,26 +143,25 @@ fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
 fn agree_on_layout<'a, M: FsdpUnit>(
     model: &'a M,
     comm: &dyn Communicator,
+    mesh: &Topology,
     config: &FsdpConfig,
 ) -> Result<(Collected<'a>, ModelLayout)> {
-    let (alignment, bucket_size) = (config.alignment, config.bucket_size);
-    let options = LayoutOptions { ranks: comm.size(), alignment, bucket_size };
-    let agreed = collect(model, config).and_then(|collected| {
-        let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
-        Ok((collected, layout))
-    });
+    let agreed = lay_out(model, mesh, config);
     let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
     compare(comm, tag, &fingerprint(config, agreed.as_ref()))?;
     agreed
 }
 
-/// Initial value of each physical parameter: that of its first use.
-fn initial_values(collected: &Collected<'_>, params: usize) -> Vec<Init> {
-    let mut inits = vec![Init::Zeros; params];
-    for item in collected.uses.iter().rev() {
-        inits[item.slot] = item.param.init().clone();
-    }
-    inits
+fn lay_out<'a, M: FsdpUnit>(
+    model: &'a M,
+    mesh: &Topology,
+    config: &FsdpConfig,
+) -> Result<(Collected<'a>, ModelLayout)> {
+    let ranks = mesh.size(MeshDim::DpShard);
+    let options = LayoutOptions { ranks, alignment: config.alignment, bucket_size: config.bucket_size };
+    let collected = collect(model, config, mesh)?;
+    let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
+    Ok((collected, layout))
 }
 
 fn units(layout: &ModelLayout) -> Vec<UnitInfo> {
@@ -210,9 +236,9 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         config.prefetch,
         config.seed
     )];
+    lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());
-    let inits = initial_values(collected, layout.params.len());
-    let starts = layout.params.iter().zip(inits);
+    let starts = layout.params.iter().zip(&collected.inits);
     lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
     lines
 }
@@ -256,8 +282,9 @@ fn slots(collected: &Collected<'_>, layout: &ModelLayout) -> Result<Vec<Slot>> {
         })
         .collect();
     for item in &collected.uses {
-        let key = layout.params[item.slot].key;
-        slots[item.slot].variables.push(variable(item.param.shape(), key.dtype, key.requires_grad)?);
+        let ParamSpec { shape, key, .. } = &layout.params[item.slot];
+        let shape = candle_core::Shape::from(shape.as_slice());
+        slots[item.slot].variables.push(variable(&shape, key.dtype, key.requires_grad)?);
     }
     Ok(slots)
 }

@@ -20,6 +20,7 @@ use super::param::Param;
 use super::scope::{Frame, Scope};
 use crate::comm::Phase;
 use crate::memory::copy_out;
+use crate::spec::Tree;
 use crate::trace;
 
 /// The runtime's handle to a [`Unit`], filled in when the model is sharded.
@@ -94,6 +95,8 @@ impl<T> From<T> for Unit<T> {
 }
 
 impl<T: FsdpUnit> FsdpUnit for Unit<T> {
+    const TREE: Tree = Tree::Unit(&T::TREE);
+
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
         walker.unit(&self.cell, |walker| self.module.walk(walker));
     }

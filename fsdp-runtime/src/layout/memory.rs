@@ -93,6 +93,7 @@ mod tests {
             key: GroupKey { dtype, expert: false, requires_grad, unit },
             no_decay: false,
             tp: None,
+            tp_parts: 1,
             shared: false,
         };
         let mut params = vec![spec("root".into(), 128, 0, true)];

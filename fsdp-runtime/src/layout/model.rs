@@ -264,7 +264,15 @@ mod tests {
     const KEY: GroupKey = GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit: 0 };
 
     fn param(name: &str, shape: &[usize], key: GroupKey) -> ParamSpec {
-        ParamSpec { name: name.into(), shape: shape.into(), key, no_decay: false, tp: None, shared: false }
+        ParamSpec {
+            name: name.into(),
+            shape: shape.into(),
+            key,
+            no_decay: false,
+            tp: None,
+            tp_parts: 1,
+            shared: false,
+        }
     }
 
     fn units(n: usize) -> Vec<UnitSpec> {

@@ -2,7 +2,11 @@
 //!
 //! Plain data. Nothing here knows of devices or of candle.
 
+mod tree;
+
 use serde::Serialize;
+
+pub use tree::{Attrs, Field, Tree};
 
 /// Element type of a flat buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -67,6 +71,40 @@ pub enum TpPlacement {
     Dim(usize),
 }
 
+impl TpPlacement {
+    /// The dim that is cut; `None` if every rank holds the whole.
+    pub const fn dim(self) -> Option<usize> {
+        match self {
+            TpPlacement::Column => Some(0),
+            TpPlacement::Row => Some(1),
+            TpPlacement::Dim(dim) => Some(dim),
+            TpPlacement::Replicate => None,
+        }
+    }
+
+    /// What a module's placement means for a parameter of `dims` dims inside it. A column- or row-parallel
+    /// layer may hold parameters that lack the dim, the bias of a row-parallel one for instance: every rank
+    /// holds those whole.
+    pub(crate) const fn inherited(self, dims: usize) -> TpPlacement {
+        match self {
+            TpPlacement::Column if dims < 1 => TpPlacement::Replicate,
+            TpPlacement::Row if dims < 2 => TpPlacement::Replicate,
+            placement => placement,
+        }
+    }
+}
+
+impl std::fmt::Display for TpPlacement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            TpPlacement::Column => f.write_str("column"),
+            TpPlacement::Row => f.write_str("row"),
+            TpPlacement::Replicate => f.write_str("replicate"),
+            TpPlacement::Dim(dim) => write!(f, "dim({dim})"),
+        }
+    }
+}
+
 /// Parameters with the same key share flat buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 pub struct GroupKey {
@@ -85,7 +123,7 @@ pub struct GroupKey {
 pub struct ParamSpec {
     /// Fully qualified name, renames applied: the name in a checkpoint.
     pub name: String,
-    /// Dims, outermost first.
+    /// Dims of the part that a tensor-parallel rank holds, outermost first; all of it where nothing is cut.
     pub shape: Vec<usize>,
     /// The flat buffers it belongs to.
     pub key: GroupKey,
@@ -93,15 +131,62 @@ pub struct ParamSpec {
     pub no_decay: bool,
     /// Declared tensor-parallel placement, if any.
     pub tp: Option<TpPlacement>,
+    /// Parts that tensor parallelism cuts it in, along [`ParamSpec::partition_dim`]; 1 where it is whole.
+    pub tp_parts: usize,
     /// Used under more than one name (tied); it then has a bucket of its own in the root.
     pub shared: bool,
 }
 
 impl ParamSpec {
-    /// Number of elements.
+    /// Number of elements of the part that a tensor-parallel rank holds.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// The dim along which tensor parallelism cuts it, if it is declared to be cut.
+    pub fn partition_dim(&self) -> Option<usize> {
+        self.tp.and_then(TpPlacement::dim)
+    }
+
+    /// Every tensor-parallel rank holds the same elements: a norm over all ranks must count them once.
+    pub fn is_replicated(&self) -> bool {
+        self.partition_dim().is_none()
+    }
+
+    /// Dims of the whole parameter, outermost first.
+    pub fn full_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if let Some(dim) = self.partition_dim() {
+            shape[dim] *= self.tp_parts;
+        }
+        shape
+    }
+}
+
+/// Dtypes of a training run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixedPrecision {
+    /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute
+    /// says otherwise.
+    pub param: Dtype,
+    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients
+    /// are FP32.
+    pub reduce: Dtype,
+}
+
+impl Default for MixedPrecision {
+    /// All FP32.
+    fn default() -> Self {
+        MixedPrecision::F32
+    }
+}
+
+impl MixedPrecision {
+    /// All FP32.
+    pub const F32: MixedPrecision = MixedPrecision { param: Dtype::F32, reduce: Dtype::F32 };
+
+    /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
+    pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, reduce: Dtype::F32 };
 }
 
 /// How much of the training state is sharded among the `dp_shard` ranks (ZeRO-0 to 3).
