@@ -14,6 +14,9 @@ pub struct Model<'a, T, B = u8, const N: usize = 2> {
     /// All that can be said of a parameter.
     #[fsdp(frozen, no_decay, expert, tp = column, dtype = "bf16", tie_with = "inner", rename = "w")]
     pub weight: Param,
+    /// A constant shape.
+    #[fsdp(shape = [N, 2], init = normal(0.0, 0.02))]
+    pub shaped: Param,
     /// A container of a type parameter.
     pub inner: Vec<[T; N]>,
     /// The type itself.
@@ -55,11 +58,16 @@ pub struct Empty;
 #[derive(FsdpUnit)]
 pub enum Never {}
 
+const fn fields<M: FsdpUnit + ?Sized>(_: &M) -> usize {
+    M::FIELDS.len()
+}
+
 #[test]
 #[allow(deprecated)]
 fn strict_modules_are_usable() {
     let model: Model<'_, Empty> = Model {
         weight: Param::new(1),
+        shaped: Param::new((2, 2)),
         inner: vec![[Empty, Empty]],
         next: None,
         name: "name",
@@ -69,6 +77,6 @@ fn strict_modules_are_usable() {
         old: Param::new(1),
     };
     let choices = [Choice::One { weight: Param::new(1) }, Choice::Two(Param::new(1), 1), Choice::Three];
-    let modules: [&dyn FsdpUnit; 2] = [&model, &choices];
-    assert_eq!((modules.len(), model.name, model.label.as_str(), model.window), (2, "name", "", None));
+    assert_eq!((fields(&model), fields(&choices)), (5, 0));
+    assert_eq!((model.name, model.label.as_str(), model.window), ("name", "", None));
 }

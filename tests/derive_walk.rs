@@ -19,6 +19,7 @@ struct Seen<'a> {
 struct Recorder<'a> {
     params: Vec<Seen<'a>>,
     buffers: Vec<(String, &'a Tensor)>,
+    variants: Vec<String>,
 }
 
 impl<'a> Visitor<'a> for Recorder<'a> {
@@ -32,6 +33,10 @@ impl<'a> Visitor<'a> for Recorder<'a> {
 
     fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
         self.buffers.push((name.to_string(), tensor));
+    }
+
+    fn variant(&mut self, path: &str, name: &'static str) {
+        self.variants.push(format!("{path}={name}"));
     }
 }
 
@@ -253,7 +258,7 @@ fn attributes_are_inherited_and_the_innermost_wins() {
         frozen: Some(true),
         no_decay: None,
         dtype: Some(Dtype::BF16),
-        tie_with: None,
+        ..Attrs::NONE
     };
     let plain = Attrs { tp: Some(TpPlacement::Dim(2)), no_decay: Some(true), ..outside };
     let own =
@@ -383,11 +388,137 @@ fn field_names_do_not_clash_with_what_the_expansion_calls_its_own() {
 }
 
 #[test]
-fn a_model_can_be_walked_through_a_trait_object() {
+fn the_only_field_of_a_tuple_variant_is_named_as_the_enum() {
+    #[derive(FsdpUnit)]
+    enum Ffn {
+        Dense(Leaf),
+        Routed(#[fsdp(rename = "experts")] Vec<Leaf>),
+        Nested(Box<Ffn>),
+    }
+    #[derive(FsdpUnit)]
+    struct Block {
+        ffn: Ffn,
+    }
+    let named = |ffn| {
+        let block = Block { ffn };
+        let recorder = walk(&block);
+        let names: Vec<String> = recorder.params.into_iter().map(|seen| seen.name).collect();
+        (names.join(" "), recorder.variants.join(" "))
+    };
+    let of = |names: &str, variants: &str| (names.to_string(), variants.to_string());
+    assert_eq!(named(Ffn::Dense(leaf())), of("ffn.weight", "ffn=Dense"));
+    assert_eq!(named(Ffn::Routed(vec![leaf()])), of("ffn.experts.0.weight", "ffn=Routed"));
+    let nested = Ffn::Nested(Box::new(Ffn::Dense(leaf())));
+    assert_eq!(named(nested), of("ffn.weight", "ffn=Nested ffn=Dense"));
+}
+
+#[test]
+fn fields_are_renamed_by_rule_unless_they_have_a_name() {
+    #[derive(FsdpUnit)]
+    #[fsdp(rename_all = "camelCase")]
+    struct Mlp {
+        up_proj: Leaf,
+        #[fsdp(rename = "down_proj")]
+        down: Leaf,
+        #[fsdp(buffer)]
+        running_mean: Tensor,
+    }
+    #[derive(FsdpUnit)]
+    #[fsdp(rename_all = "SCREAMING-KEBAB-CASE")]
+    enum Ffn {
+        Plain { mlp_layer: Mlp },
+    }
+    let zeros = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
+    let ffn = Ffn::Plain { mlp_layer: Mlp { up_proj: leaf(), down: leaf(), running_mean: zeros } };
+    assert_eq!(names(&ffn), ["MLP-LAYER.upProj.weight", "MLP-LAYER.down_proj.weight"]);
+    assert_eq!(walk(&ffn).buffers[0].0, "MLP-LAYER.runningMean");
+}
+
+#[test]
+fn initial_values_are_inherited_and_shapes_are_not() {
+    const STD: f32 = 0.25;
+    #[derive(FsdpUnit)]
+    struct Linear<const IN: usize, const OUT: usize> {
+        #[fsdp(shape = [OUT, 2 * IN])]
+        weight: Param,
+        #[fsdp(init = constant(-1.0), shape = [OUT])]
+        bias: Option<Param>,
+        scales: Vec<Param>,
+    }
     #[derive(FsdpUnit)]
     struct Model {
-        layers: Vec<Box<dyn FsdpUnit>>,
+        #[fsdp(init = normal(0.0, STD / 2.0))]
+        head: Linear<2, 3>,
+        #[fsdp(init = uniform(-1.0, 1.0), shape = [Self::DIM])]
+        extra: [Param; 2],
+        #[fsdp(init = ones)]
+        gain: Param,
+        #[fsdp(init = zeros)]
+        shift: Param,
+        plain: Linear<1, 1>,
     }
-    let model = Model { layers: vec![Box::new(leaf()), Box::new(param())] };
-    assert_eq!(names(&model), ["layers.0.weight", "layers.1"]);
+    impl Model {
+        const DIM: usize = 7;
+    }
+    fn linear<const IN: usize, const OUT: usize>() -> Linear<IN, OUT> {
+        Linear { weight: param(), bias: Some(param()), scales: vec![param()] }
+    }
+    let model =
+        Model { head: linear(), extra: [param(), param()], gain: param(), shift: param(), plain: linear() };
+    let said = |name: &str| {
+        let attrs = attrs_of(&model, name);
+        (attrs.init, attrs.shape)
+    };
+    let normal = Some(Init::Normal { mean: 0.0, std: 0.125 });
+    assert_eq!(said("head.weight"), (normal, Some(&[3, 4][..])));
+    assert_eq!(said("head.bias"), (Some(Init::Constant(-1.0)), Some(&[3][..])));
+    assert_eq!(said("head.scales.0"), (normal, None));
+    assert_eq!(said("extra.1"), (Some(Init::Uniform { low: -1.0, high: 1.0 }), Some(&[7][..])));
+    assert_eq!(said("gain"), (Some(Init::Ones), None));
+    assert_eq!(said("shift"), (Some(Init::Zeros), None));
+    assert_eq!(said("plain.weight"), (None, Some(&[1, 2][..])));
+}
+
+#[test]
+fn a_row_parallel_layer_has_whole_biases_unless_it_says_otherwise() {
+    #[derive(FsdpUnit)]
+    struct Linear {
+        weight: Param,
+        bias: Param,
+        #[fsdp(tp = row)]
+        own: Param,
+    }
+    #[derive(FsdpUnit)]
+    struct Model {
+        #[fsdp(tp = row)]
+        down: Linear,
+        #[fsdp(tp = column)]
+        up: Vec<Param>,
+    }
+    let linear = Linear { weight: Param::new((2, 2)), bias: param(), own: param() };
+    let model = Model { down: linear, up: vec![param(), Param::new(())] };
+    let tp = |name: &str| attrs_of(&model, name).tp;
+    assert_eq!(tp("down.weight"), Some(TpPlacement::Row));
+    assert_eq!(tp("down.bias"), Some(TpPlacement::Replicate));
+    assert_eq!(tp("down.own"), Some(TpPlacement::Row));
+    assert_eq!(tp("up.0"), Some(TpPlacement::Column));
+    // Said of the field itself, so it is a mistake to be reported, not a bias to be kept whole.
+    assert_eq!(tp("up.1"), Some(TpPlacement::Column));
+}
+
+#[test]
+fn buffers_may_be_absent_or_several() {
+    #[derive(FsdpUnit)]
+    struct Model {
+        #[fsdp(buffer)]
+        mean: Option<Tensor>,
+        #[fsdp(buffer)]
+        gone: Option<Tensor>,
+        #[fsdp(buffer, rename = "stats")]
+        many: Vec<[Tensor; 2]>,
+    }
+    let zeros = || Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
+    let model = Model { mean: Some(zeros()), gone: None, many: vec![[zeros(), zeros()]] };
+    let names: Vec<String> = walk(&model).buffers.into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["mean", "stats.0.0", "stats.0.1"]);
 }

@@ -4,14 +4,14 @@ use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote};
 use syn::ext::IdentExt;
 use syn::spanned::Spanned;
-use syn::{DeriveInput, Generics, Lifetime, LitStr};
+use syn::{DeriveInput, Generics, Lifetime, LitStr, Path};
 
 use crate::attr::{Dtype, FieldAttrs, Init, Tp};
 use crate::bound;
 use crate::model::{Body, Field, Module, Role, Variant};
 
 /// The impl of a module in which nothing is wrong.
-pub fn expand(module: &Module) -> TokenStream {
+pub fn expand(module: &Module, krate: &Path) -> TokenStream {
     let walker = Ident::new("walker", Span::mixed_site());
     let mut fields = Fields { module, written: Vec::new() };
     let (tree, body) = match &module.body {
@@ -39,7 +39,6 @@ pub fn expand(module: &Module) -> TokenStream {
             (quote!(__fsdp::Tree::ENUM), quote!(match self { #(#arms)* }))
         }
     };
-    let is_used = !body.is_empty() && !matches!(&module.body, Body::Enum(variants) if variants.is_empty());
     let written = &fields.written;
     let described =
         (!written.is_empty()).then(|| quote!(const FIELDS: &'static [__fsdp::Field] = &[#(#written,)*];));
@@ -47,10 +46,10 @@ pub fn expand(module: &Module) -> TokenStream {
     Impl {
         ident: &module.ident,
         generics: &module.generics,
-        krate: krate(Some(module)),
+        krate,
         where_clause: bound::where_clause(module, &quote!(__fsdp::FsdpUnit)).to_token_stream(),
         constants: quote!(#described const TREE: __fsdp::Tree = #tree;),
-        walker: if is_used && fields.uses_walker() { quote!(#walker) } else { quote!(_) },
+        walker: if fields.use_walker() { quote!(#walker) } else { quote!(_) },
         body: quote!(#check_in_walk #body),
         beside: check_here,
     }
@@ -58,11 +57,11 @@ pub fn expand(module: &Module) -> TokenStream {
 }
 
 /// The impl that stands in when something is wrong: it walks nothing.
-pub fn stub(input: &DeriveInput, module: Option<&Module>) -> TokenStream {
+pub fn stub(input: &DeriveInput, krate: &Path) -> TokenStream {
     Impl {
         ident: &input.ident,
         generics: &input.generics,
-        krate: krate(module),
+        krate,
         where_clause: input.generics.where_clause.to_token_stream(),
         constants: TokenStream::new(),
         walker: quote!(_),
@@ -75,7 +74,7 @@ pub fn stub(input: &DeriveInput, module: Option<&Module>) -> TokenStream {
 struct Impl<'m> {
     ident: &'m Ident,
     generics: &'m Generics,
-    krate: TokenStream,
+    krate: &'m Path,
     where_clause: TokenStream,
     constants: TokenStream,
     walker: TokenStream,
@@ -99,13 +98,6 @@ impl Impl<'_> {
                 #beside
             };
         }
-    }
-}
-
-fn krate(module: Option<&Module>) -> TokenStream {
-    match module.and_then(|module| module.attrs.krate.as_ref()) {
-        Some(path) => quote!(#path),
-        None => quote!(::fsdp),
     }
 }
 
@@ -171,8 +163,11 @@ impl Fields<'_> {
     }
 
     /// Some statement names the walker.
-    fn uses_walker(&self) -> bool {
-        !self.written.is_empty() || matches!(self.module.body, Body::Enum(_))
+    fn use_walker(&self) -> bool {
+        match &self.module.body {
+            Body::Struct(_) => !self.written.is_empty(),
+            Body::Enum(variants) => !variants.is_empty(),
+        }
     }
 }
 

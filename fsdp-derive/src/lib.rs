@@ -10,6 +10,7 @@ mod bound;
 mod check;
 mod ctxt;
 mod expand;
+mod krate;
 mod model;
 mod rename;
 mod suggest;
@@ -57,28 +58,30 @@ mod tests;
 /// struct, or with `bound`.
 #[proc_macro_derive(FsdpUnit, attributes(fsdp))]
 pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    derive(input.into()).into()
+    derive(input.into(), krate::of_the_user()).into()
 }
 
-/// The derive on `proc_macro2` tokens, so that tests can call it.
-fn derive(input: proc_macro2::TokenStream) -> proc_macro2::TokenStream {
+/// The derive on `proc_macro2` tokens, so that tests can call it. `krate` is where the `fsdp` crate is unless
+/// the input says otherwise.
+fn derive(input: proc_macro2::TokenStream, krate: syn::Path) -> proc_macro2::TokenStream {
     let input = match syn::parse2::<syn::DeriveInput>(input) {
         Ok(input) => input,
         Err(error) => return error.into_compile_error(),
     };
     let ctxt = ctxt::Ctxt::new();
     let module = model::Module::from_input(&ctxt, &input);
+    let krate = module.as_ref().and_then(|module| module.attrs.krate.clone()).unwrap_or(krate);
     if let Some(module) = &module {
         check::check(&ctxt, module);
     }
     match (ctxt.check(), &module) {
-        (Ok(()), Some(module)) => expand::expand(module),
+        (Ok(()), Some(module)) => expand::expand(module, &krate),
         // A mistake must be one message: without an impl, every use of the type would add its own.
-        (Err(error), module) => {
-            let stub = expand::stub(&input, module.as_ref());
+        (Err(error), _) => {
+            let stub = expand::stub(&input, &krate);
             let error = error.into_compile_error();
             quote::quote!(#error #stub)
         }
-        (Ok(()), None) => expand::stub(&input, None),
+        (Ok(()), None) => expand::stub(&input, &krate),
     }
 }

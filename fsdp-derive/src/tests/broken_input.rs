@@ -3,7 +3,7 @@
 use proc_macro2::{Delimiter, Group, Ident, Literal, Punct, Spacing, Span, TokenStream, TokenTree};
 use quote::quote;
 
-use crate::derive;
+use super::derive;
 
 /// splitmix64: enough to pick mutations, the same on every run.
 struct Dice(u64);

@@ -3,8 +3,8 @@
 use proc_macro2::{TokenStream, TokenTree};
 use quote::quote;
 
+use super::derive;
 use super::errors;
-use crate::derive;
 
 fn assert_expands(input: TokenStream, expected: TokenStream) {
     assert_eq!(derive(input).to_string(), expected.to_string());

@@ -30,6 +30,8 @@ struct Empty;
 #[derive(FsdpUnit)]
 enum Never {}
 
+fn assert_modules<A: FsdpUnit, B: FsdpUnit, C: FsdpUnit>(_: &A, _: &B, _: &C) {}
+
 fn main() {
     #[allow(deprecated)]
     let model = Model {
@@ -50,7 +52,7 @@ fn main() {
         }
     }
     let never: Option<Never> = None;
-    let _: (&dyn FsdpUnit, &dyn FsdpUnit, &dyn FsdpUnit) = (&model, &choices, &never);
+    assert_modules(&model, &choices, &never);
     #[allow(deprecated)]
     let _ = (&model.weight, model.inner.len(), model.name, &model.label, &model.old);
 }

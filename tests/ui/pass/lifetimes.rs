@@ -16,9 +16,11 @@ where
     weight: Param,
 }
 
+fn assert_module<M: FsdpUnit>(_: &M) {}
+
 fn main() {
     let named =
         Named { name: "n", other: "o", table: &[1.0], call: |x: &u8| x, weight: Param::new(1) };
-    let module: &dyn FsdpUnit = &named;
-    let _ = (module, named.name, named.other, named.table, named.call, &named.weight);
+    assert_module(&named);
+    let _ = ( named.name, named.other, named.table, named.call, &named.weight);
 }

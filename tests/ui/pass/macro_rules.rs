@@ -34,9 +34,11 @@ make_from_fragments!(pub(crate) Fragments<T> {
     c: Option<Box<T>> = "c"
 });
 
+fn assert_module<M: fsdp::FsdpUnit>(_: &M) {}
+
 fn main() {
     let leaf = || FromMacro { weight: reexport::Param::new(1) };
     let module = Fragments { a: reexport::Param::new(1), b: leaf(), c: None, hidden: vec![leaf()] };
-    let _: &dyn fsdp::FsdpUnit = &module;
+    assert_module(&module);
     let _ = (&module.a, &module.b.weight, module.c.is_none(), module.hidden.len());
 }
