@@ -4,6 +4,7 @@ mod accumulation;
 mod aliasing;
 mod boundary;
 mod clipping;
+mod declarations;
 mod failures;
 mod fixtures;
 mod frozen_and_unused;
