@@ -88,3 +88,8 @@ pub use fsdp_runtime::__private;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The examples of the derive's page, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../fsdp-derive/attributes.md")]
+struct DeriveAttributes;

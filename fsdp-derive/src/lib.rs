@@ -19,43 +19,7 @@ mod types;
 #[cfg(test)]
 mod tests;
 
-/// Makes a struct or an enum a module that can be sharded: implements `fsdp::FsdpUnit`.
-///
-/// Fields are walked in declaration order and named by themselves: a field `gate` of a field `mlp` is
-/// `mlp.gate`, an element of a `Vec` is named by its index, a field of a tuple struct by its position. The
-/// fields of an enum's live variant are named as if they were the enum's own.
-///
-/// Each field must be a `Param`, a `Unit<..>`, a module that derives `FsdpUnit`, or `Vec`, `Option`, `Box`,
-/// `Arc`, an array, a tuple or a `BTreeMap` of those. Numbers, `bool`, `char`, strings, `PhantomData`, and
-/// `Option`, `Vec`, `Box`, arrays and tuples of only those are left out without being asked; anything else
-/// that holds no parameters needs `skip`.
-///
-/// # Attributes of a field
-///
-/// What is said of a module holds for all that is inside it, unless it is said otherwise further in.
-///
-/// | Attribute | Meaning |
-/// |---|---|
-/// | `#[fsdp(rename = "model.norm")]` | Named so in checkpoints; may contain dots |
-/// | `#[fsdp(skip)]` | Not a part of the model's state |
-/// | `#[fsdp(buffer)]` | A candle `Tensor` that is kept and saved, never trained and never reduced |
-/// | `#[fsdp(frozen)]`, `#[fsdp(frozen = false)]` | No gradient, no optimizer state |
-/// | `#[fsdp(no_decay)]`, `#[fsdp(no_decay = false)]` | Weight decay is not applied |
-/// | `#[fsdp(expert)]`, `#[fsdp(expert = false)]` | Belongs to the expert mesh |
-/// | `#[fsdp(dtype = "bf16")]` | Element type: `f32`, `bf16` or `f16` |
-/// | `#[fsdp(tp = column)]` | Cut by tensor parallelism: `column`, `row`, `replicate` or `dim(N)` |
-/// | `#[fsdp(tie_with = "embed.weight")]` | Shares its storage with that parameter (or that module's parameters) |
-///
-/// # Attributes of the struct or enum
-///
-/// | Attribute | Meaning |
-/// |---|---|
-/// | `#[fsdp(crate = "path::to::fsdp")]` | Where the `fsdp` crate is, if not at `::fsdp` |
-/// | `#[fsdp(bound = "T: FsdpUnit")]` | Where-clause of the impl, in place of the inferred one |
-///
-/// A type parameter gets the bound `FsdpUnit` if a walked field is of that type, or of a container of it. One
-/// that is only an argument of another module's type (`inner: Outer<T>`) gets none: declare the bound on the
-/// struct, or with `bound`.
+#[doc = include_str!("../attributes.md")]
 #[proc_macro_derive(FsdpUnit, attributes(fsdp))]
 pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     derive(input.into(), krate::of_the_user()).into()

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::comm::{CommError, Phase};
 use crate::layout::LayoutError;
+use crate::mesh::MeshError;
 use crate::optim::OptimError;
 
 /// An error of the runtime. Cheap to clone.
@@ -21,6 +22,9 @@ pub enum Error {
     /// The optimizer's settings are out of range.
     #[error(transparent)]
     Optim(#[from] OptimError),
+    /// The ranks cannot be arranged as asked.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
     /// The configuration contradicts itself, the mesh or the model.
     #[error("configuration: {0}")]
     Config(String),

@@ -223,13 +223,40 @@ impl Topology {
     /// # Errors
     /// [`MeshError::NoSuchRank`].
     pub fn group(&self, rank: usize, dim: MeshDim) -> Result<Vec<usize>, MeshError> {
-        let index = self.index(rank, dim)?;
-        let inner = self.dims.iter().rev().take_while(|(name, _)| *name != dim);
-        let stride: usize = inner.map(|(_, size)| size).product();
-        Ok(match self.size(dim) {
-            1 => vec![rank],
-            size => (0..size).map(|i| rank - index * stride + i * stride).collect(),
-        })
+        self.flattened(rank, &[dim])
+    }
+
+    /// The ranks that differ from `rank` along some of `dims` only, itself included, in ascending order: the
+    /// group of those dims flattened into one, in the order in which the mesh has them. Dims that the mesh
+    /// does not have do not matter.
+    ///
+    /// # Errors
+    /// [`MeshError::NoSuchRank`].
+    ///
+    /// ```
+    /// use fsdp_runtime::mesh::{MeshDim, Topology};
+    ///
+    /// let mesh = Topology::new(&[("dp_shard", 2), ("cp", 2), ("tp", 2)], 8)?;
+    /// assert_eq!(mesh.flattened(3, &[MeshDim::Cp, MeshDim::DpShard])?, [1, 3, 5, 7]);
+    /// # Ok::<(), fsdp_runtime::mesh::MeshError>(())
+    /// ```
+    pub fn flattened(&self, rank: usize, dims: &[MeshDim]) -> Result<Vec<usize>, MeshError> {
+        let own = self.coordinate(rank)?;
+        let along = |other: &usize| {
+            let other = self.coordinate(*other).unwrap_or_default();
+            let mut all = self.dims.iter().zip(own.iter().zip(&other));
+            all.all(|((dim, _), (own, other))| own == other || dims.contains(dim))
+        };
+        Ok((0..self.world_size()).filter(along).collect())
+    }
+
+    /// The arrangement of such a group: `dims` in the order in which the mesh has them.
+    ///
+    /// # Errors
+    /// [`MeshError::NoDims`] if the mesh has none of them.
+    pub fn sub(&self, dims: &[MeshDim]) -> Result<Topology, MeshError> {
+        let dims: Vec<_> = self.dims.iter().filter(|(dim, _)| dims.contains(dim)).copied().collect();
+        if dims.is_empty() { Err(MeshError::NoDims) } else { Ok(Topology { dims }) }
     }
 }
 

@@ -3,8 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::Communicator;
+use parking_lot::Mutex;
+
 use super::local::{LocalOptions, LocalWorld};
+use super::{CommError, Communicator};
 use crate::mesh::{MeshDim, MeshError, Topology};
 
 /// The ranks of the world along named dims, seen from one of them. Cheap to clone.
@@ -12,7 +14,11 @@ use crate::mesh::{MeshDim, MeshError, Topology};
 pub struct DeviceMesh {
     topology: Topology,
     communicator: Arc<dyn Communicator>,
+    /// Groups that were asked for, by their dims in the order of the mesh.
+    groups: Arc<Mutex<Groups>>,
 }
+
+type Groups = Vec<(Vec<MeshDim>, Arc<dyn Communicator>)>;
 
 impl DeviceMesh {
     /// Arranges the ranks of `communicator` along `dims`, outermost first; the last one runs fastest. Known
@@ -23,7 +29,7 @@ impl DeviceMesh {
     /// As for [`Topology::new`].
     pub fn new(dims: &[(&str, usize)], communicator: Arc<dyn Communicator>) -> Result<DeviceMesh, MeshError> {
         let topology = Topology::new(dims, communicator.size())?;
-        Ok(DeviceMesh { topology, communicator })
+        Ok(DeviceMesh { topology, communicator, groups: Arc::default() })
     }
 
     /// The mesh of a single rank, the calling thread: no launch is needed.
@@ -46,6 +52,51 @@ impl DeviceMesh {
     /// The communicator of all ranks of the mesh.
     pub fn communicator(&self) -> &Arc<dyn Communicator> {
         &self.communicator
+    }
+
+    /// The communicator of the ranks that differ from this one along `dims` only, flattened into one group in
+    /// the order of the mesh; this rank alone if all have size 1. It is made once: clones of the mesh share it.
+    ///
+    /// Every rank of the mesh must call it, in the same order.
+    ///
+    /// # Errors
+    /// Those of [`Communicator::split`].
+    ///
+    /// ```
+    /// # use fsdp_runtime::mesh::MeshDim;
+    /// let sizes = fsdp_runtime::launch::local(6, |world| -> Result<_, Box<dyn std::error::Error + Send + Sync>> {
+    ///     let mesh = world.mesh(&[("dp_outer", 2), ("dp_shard", 3)])?;
+    ///     Ok((mesh.group(&[MeshDim::DpShard])?.size(), mesh.group(&[MeshDim::DpOuter])?.rank()))
+    /// })?;
+    /// assert_eq!(sizes, [(3, 0), (3, 0), (3, 0), (3, 1), (3, 1), (3, 1)]);
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    pub fn group(&self, dims: &[MeshDim]) -> Result<Arc<dyn Communicator>, CommError> {
+        let larger = self.topology.dims().iter().filter(|(dim, size)| *size > 1 && dims.contains(dim));
+        let key: Vec<MeshDim> = larger.map(|(dim, _)| *dim).collect();
+        let mut groups = self.groups.lock();
+        if let Some((_, group)) = groups.iter().find(|(dims, _)| *dims == key) {
+            return Ok(group.clone());
+        }
+        let ranks = self.topology.flattened(self.rank(), &key).expect("this rank is one of the mesh");
+        let names: Vec<&str> = key.iter().map(|dim| dim.name()).collect();
+        let name = if names.is_empty() { "self".to_owned() } else { names.join("_") };
+        let group = self.communicator.split(&name, &ranks)?;
+        groups.push((key, group.clone()));
+        Ok(group)
+    }
+
+    /// The mesh of the ranks that differ from this one along `dims` only.
+    ///
+    /// Every rank of the mesh must call it, in the same order.
+    ///
+    /// # Errors
+    /// If a name is unknown, or the mesh has none of the dims; those of [`Communicator::split`].
+    pub fn sub_mesh(&self, dims: &[&str]) -> crate::Result<DeviceMesh> {
+        let named: Vec<MeshDim> = dims.iter().map(|dim| dim.parse()).collect::<Result<_, MeshError>>()?;
+        let topology = self.topology.sub(&named)?;
+        let communicator = self.group(&named)?;
+        Ok(DeviceMesh { topology, communicator, groups: Arc::default() })
     }
 
     /// This rank.

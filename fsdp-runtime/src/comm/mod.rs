@@ -111,6 +111,16 @@ pub trait Communicator: Send + Sync {
     /// one's. Every rank must call it with the same `name`, in the same order.
     fn duplicate(&self, name: &str) -> Arc<dyn Communicator>;
 
+    /// A communicator of some of the ranks: `ranks` are their indices in this group, in the order of their new
+    /// indices, this rank's among them. Every rank must call it with the same `name`, in the same order among
+    /// the calls of this and of [`Communicator::duplicate`]; any two ranks must name the same group or groups
+    /// that have no rank in common.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if `ranks` lacks this rank, or names one twice or one that does not exist. Groups
+    /// that overlap fail every rank, as a disagreement.
+    fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError>;
+
     /// Gathers all `parts` in one grouped launch.
     fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError>;
 
@@ -118,7 +128,7 @@ pub trait Communicator: Send + Sync {
     fn reduce_scatter(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError>;
 
     /// `data = scale * sum over ranks, in rank order, of data`, in place, the same bits on every rank: each
-    /// element is summed once, as in [`Communicator::reduce_scatter`]. Lengths must be multiples of `size`.
+    /// element is summed once, as in [`Communicator::reduce_scatter`].
     fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError>;
 
     /// Rank `root`'s `data` for all.

@@ -2,6 +2,7 @@
 
 mod collectives;
 mod failures;
+mod groups;
 
 use fsdp_runtime::comm::{Phase, Tag};
 use fsdp_runtime::device::{Element, Slice};

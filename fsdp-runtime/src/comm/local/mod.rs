@@ -50,7 +50,7 @@ impl LocalComm {
             let mut meeting = ticket.meet(payload)?;
             work(&mut meeting);
             drop(meeting);
-            endpoint.world.count(endpoint.rank, op, from_peers);
+            endpoint.count(op, from_peers);
             Ok(())
         }))
     }
@@ -84,10 +84,9 @@ impl LocalComm {
     }
 }
 
-/// The part of `whole` that belongs to `rank`.
+/// The part of `whole` that belongs to `rank`: all have the same length, or differ by one element.
 fn share(whole: &Slice, rank: usize, size: usize) -> Slice {
-    let len = whole.len() / size;
-    whole.range(rank * len..(rank + 1) * len)
+    whole.range(rank * whole.len() / size..(rank + 1) * whole.len() / size)
 }
 
 fn overlap(a: &Slice, b: &Slice) -> bool {
@@ -114,16 +113,34 @@ unsafe fn copy(source: &Slice, target: &Slice) {
 
 impl Communicator for LocalComm {
     fn rank(&self) -> usize {
-        self.endpoint.rank
+        self.endpoint.index
     }
 
     fn size(&self) -> usize {
-        self.endpoint.world.size
+        self.endpoint.members.len()
     }
 
     fn duplicate(&self, name: &str) -> Arc<dyn Communicator> {
-        let Endpoint { world, channel, rank, .. } = &*self.endpoint;
-        Arc::new(LocalComm::new(world.duplicate(*channel, *rank, name)))
+        let Endpoint { world, channel, index, members, .. } = &*self.endpoint;
+        Arc::new(LocalComm::new(world.child(*channel, *index, name, members.clone())))
+    }
+
+    fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        let Endpoint { world, channel, rank, index, members, .. } = &*self.endpoint;
+        let wrong = if !ranks.contains(index) {
+            Some(format!("it lacks rank {index}, which asks for it"))
+        } else if let Some(unknown) = ranks.iter().find(|rank| **rank >= members.len()) {
+            Some(format!("there is no rank {unknown} among {} ranks", members.len()))
+        } else {
+            let twice = ranks.iter().enumerate().find(|(i, rank)| ranks[..*i].contains(rank));
+            twice.map(|(_, rank)| format!("it names rank {rank} twice"))
+        };
+        if let Some(wrong) = wrong {
+            let message = format!("`{name}` cannot be a group of the ranks {ranks:?}: {wrong}");
+            return Err(CommError::Invalid { rank: *rank, message });
+        }
+        let members = ranks.iter().map(|rank| members[*rank]).collect();
+        Ok(Arc::new(LocalComm::new(world.child(*channel, *index, name, members))))
     }
 
     fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
@@ -187,12 +204,14 @@ impl Communicator for LocalComm {
     fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
         let call = Call::all_reduce(tag, &parts);
         let (rank, size) = (self.rank(), self.size());
-        if let Some((i, (data, _))) = parts.iter().enumerate().find(|(_, (data, _))| data.len() % size != 0) {
-            let message = format!("part {i} has {} elements, not a multiple of {size} ranks", data.len());
-            return Err(self.invalid(&call, message));
-        }
-        // Each part once for the sum and once for its result.
-        let from_peers = parts.iter().map(|(data, _)| data.bytes() / size).sum::<usize>() * (size - 1) * 2;
+        // Its share of each part from every peer for the sum, and the peers' shares of the result.
+        let from_peers = parts
+            .iter()
+            .map(|(data, _)| {
+                let own = share(data, rank, size).bytes();
+                own * (size - 1) + data.bytes() - own
+            })
+            .sum();
         let slices = parts.iter().map(|(data, _)| data.clone()).collect();
         let payload = Payload { slices, ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |meeting| {
@@ -218,8 +237,8 @@ impl Communicator for LocalComm {
     }
 
     fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError> {
-        let call = Call::broadcast(tag, &data, root);
         let rank = self.rank();
+        let call = Call::broadcast(tag, &data, self.endpoint.members.get(root).copied().unwrap_or(root));
         if root >= self.size() {
             return Err(self.invalid(&call, format!("there is no rank {root} among {} ranks", self.size())));
         }
@@ -238,7 +257,7 @@ impl Communicator for LocalComm {
         let call = Call::host_barrier(tag);
         let op = call.op;
         drop(self.endpoint.ticket(call).meet(Payload::default())?);
-        self.endpoint.world.count(self.rank(), op, 0);
+        self.endpoint.count(op, 0);
         Ok(())
     }
 
@@ -260,7 +279,7 @@ impl Communicator for LocalComm {
             }
         }
         drop(meeting);
-        self.endpoint.world.count(self.rank(), kind, size_of_val(values) * (self.size() - 1));
+        self.endpoint.count(kind, size_of_val(values) * (self.size() - 1));
         Ok(())
     }
 
@@ -271,12 +290,12 @@ impl Communicator for LocalComm {
         let gathered: Vec<Vec<u8>> =
             meeting.arrivals().iter().map(|arrival| arrival.payload.bytes.clone()).collect();
         drop(meeting);
-        self.endpoint.world.count(self.rank(), op, gathered.iter().map(Vec::len).sum::<usize>() - own);
+        self.endpoint.count(op, gathered.iter().map(Vec::len).sum::<usize>() - own);
         Ok(gathered)
     }
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {
-        self.endpoint.world.counters(self.rank())
+        self.endpoint.world.counters(self.endpoint.rank)
     }
 }
 

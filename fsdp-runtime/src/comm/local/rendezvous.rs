@@ -17,8 +17,8 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, MutexGuard};
 
-use super::call::Call;
-use super::world::{Cause, LocalWorld, State, returned_early};
+use super::call::{Call, Op};
+use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::device::Slice;
 
@@ -40,14 +40,27 @@ pub(super) struct Payload {
 pub(super) struct Endpoint {
     pub(super) world: Arc<LocalWorld>,
     pub(super) channel: usize,
+    /// This rank in the world.
     pub(super) rank: usize,
+    /// World ranks of the channel, by their indices in it.
+    pub(super) members: Arc<[usize]>,
+    /// This rank's index in the channel.
+    pub(super) index: usize,
     changed: Arc<Condvar>,
     called: AtomicU64,
 }
 
 impl Endpoint {
-    pub(super) fn new(world: Arc<LocalWorld>, channel: usize, rank: usize, changed: Arc<Condvar>) -> Self {
-        Endpoint { world, channel, rank, changed, called: AtomicU64::new(0) }
+    /// The end of `channel` that belongs to its member `index`.
+    pub(super) fn new(world: Arc<LocalWorld>, channel: usize, state: &Channel, index: usize) -> Self {
+        let (members, changed) = (state.members.clone(), state.changed.clone());
+        let rank = members[index];
+        Endpoint { world, channel, rank, members, index, changed, called: AtomicU64::new(0) }
+    }
+
+    /// Counts a collective that is done.
+    pub(super) fn count(&self, op: Op, bytes_from_peers: usize) {
+        self.world.count(self.rank, op, bytes_from_peers);
     }
 
     /// Takes the next place in the order of this rank's calls.
@@ -83,12 +96,12 @@ impl Ticket {
         let Some(call) = self.call.take() else {
             unreachable!("only `meet` takes the call, and `self` with it")
         };
-        let Endpoint { world, channel, rank, changed, .. } = &*endpoint;
-        let (channel, rank, number) = (*channel, *rank, self.number + 1);
+        let Endpoint { world, channel, rank, members, index, changed, .. } = &*endpoint;
+        let (channel, rank, index, number) = (*channel, *rank, *index, self.number + 1);
         let deadline = Instant::now().checked_add(world.options.timeout);
         let mut state = world.state.lock();
 
-        while state.channels[channel].left[rank] < self.number && state.failure.is_none() {
+        while state.channels[channel].left[index] < self.number && state.failure.is_none() {
             if !wait(changed, &mut state, deadline) {
                 let message = format!(
                     "timed out after {:?} in {call}, {}: it waits for an earlier collective of the same rank on \
@@ -104,10 +117,11 @@ impl Ticket {
             return Err(failure.error(rank));
         }
 
-        state.enter(channel, rank, number, &call);
+        state.enter(channel, index, number, &call);
         let first =
             state.channels[channel].arrived.iter().enumerate().find_map(|(r, a)| Some((r, a.as_ref()?)));
-        if let Some((first_rank, first)) = first.filter(|(_, first)| !first.call.agrees_with(&call)) {
+        if let Some((first, arrival)) = first.filter(|(_, first)| !first.call.agrees_with(&call)) {
+            let (first_rank, first) = (members[first], arrival);
             let (a, b) = if first_rank < rank {
                 ((first_rank, &first.call), (rank, &call))
             } else {
@@ -117,15 +131,17 @@ impl Ticket {
             let message = format!("{} differs: {difference}", state.name(channel, number));
             return Err(fail(world, &mut state, rank, Cause::Diverged, message));
         }
-        let absent = |r: &usize| state.ranks[*r].ended && state.channels[channel].arrived[*r].is_none();
-        if let Some(gone) = (0..world.size).filter(|r| *r != rank).find(absent) {
+        let absent =
+            |i: &usize| state.ranks[members[*i]].ended && state.channels[channel].arrived[*i].is_none();
+        if let Some(gone) = (0..members.len()).filter(|i| *i != index).find(absent) {
+            let gone = members[gone];
             let message = returned_early(&state, gone, rank, &call);
             return Err(fail(world, &mut state, rank, Cause::RankFailed { failed: gone }, message));
         }
 
         let op = call.op;
         let arrivals = &mut state.channels[channel];
-        arrivals.arrived[rank] = Some(Arrival { call, payload });
+        arrivals.arrived[index] = Some(Arrival { call, payload });
         let completed = arrivals.completed;
         if arrivals.arrived.iter().all(Option::is_some) {
             arrivals.meeting = Some(arrivals.arrived.iter_mut().filter_map(Option::take).collect());
@@ -139,11 +155,11 @@ impl Ticket {
             }
             if let Some(failure) = &state.failure {
                 let error = failure.error(rank);
-                state.channels[channel].arrived[rank] = None;
+                state.channels[channel].arrived[index] = None;
                 return Err(error);
             }
             if !wait(changed, &mut state, deadline) {
-                let message = timed_out(world, &state, channel, rank, number);
+                let message = timed_out(&endpoint, &state, number);
                 let missing = state.channels[channel].ranks(false);
                 state.fail(world, rank, Cause::TimedOut { missing }, message);
             }
@@ -178,15 +194,16 @@ fn fail(world: &LocalWorld, state: &mut State, rank: usize, cause: Cause, messag
     }
 }
 
-fn timed_out(world: &LocalWorld, state: &State, channel: usize, rank: usize, number: u64) -> String {
-    let arrivals = &state.channels[channel];
+fn timed_out(endpoint: &Endpoint, state: &State, number: u64) -> String {
+    let Endpoint { world, channel, index, .. } = endpoint;
+    let arrivals = &state.channels[*channel];
     let (arrived, missing) = (arrivals.ranks(true), arrivals.ranks(false));
-    let call = arrivals.arrived[rank].as_ref().map(|arrival| arrival.call.to_string()).unwrap_or_default();
+    let call = arrivals.arrived[*index].as_ref().map(|arrival| arrival.call.to_string()).unwrap_or_default();
     let seen: Vec<String> = missing.iter().map(|rank| state.last_seen_everywhere(*rank)).collect();
     format!(
         "timed out after {:?} in {call}, {}; arrived: {arrived:?}, missing: {missing:?}; {}",
         world.options.timeout,
-        state.name(channel, number),
+        state.name(*channel, number),
         seen.join("; "),
     )
 }
@@ -201,26 +218,26 @@ pub(super) struct Meeting {
 }
 
 impl Meeting {
-    /// What each rank brought, by rank.
+    /// What each rank brought, by its index in the channel.
     pub(super) fn arrivals(&self) -> &[Arrival] {
         self.arrivals.as_deref().unwrap_or_default()
     }
 
-    /// What `rank` brought.
-    pub(super) fn payload(&self, rank: usize) -> &Payload {
-        &self.arrivals()[rank].payload
+    /// What the rank of this index brought.
+    pub(super) fn payload(&self, index: usize) -> &Payload {
+        &self.arrivals()[index].payload
     }
 
     /// Waits until all ranks are here.
     pub(super) fn rendezvous(&mut self) {
-        let Endpoint { world, channel, rank, changed, .. } = &*self.endpoint;
+        let Endpoint { world, channel, members, index, changed, .. } = &*self.endpoint;
         let mut state = world.state.lock();
         self.remaining -= 1;
         let departing = self.remaining == 0;
         let meeting = &mut state.channels[*channel];
         meeting.present += 1;
         let completed = meeting.completed;
-        if meeting.present == world.size {
+        if meeting.present == members.len() {
             meeting.present = 0;
             meeting.completed += 1;
             if departing {
@@ -234,8 +251,8 @@ impl Meeting {
             changed.wait(&mut state);
         }
         if departing {
-            state.channels[*channel].left[*rank] += 1;
-            state.leave(*channel, *rank);
+            state.channels[*channel].left[*index] += 1;
+            state.leave(*channel, *index);
             changed.notify_all();
         }
     }

@@ -78,9 +78,11 @@ pub(super) struct State {
 /// One communicator's order of collectives, and the meeting that is under way in it.
 pub(super) struct Channel {
     pub(super) name: String,
+    /// World ranks, by their indices in the channel. What follows is by index.
+    pub(super) members: Arc<[usize]>,
     /// Signalled when anything that a rank of this channel may wait for has changed.
     pub(super) changed: Arc<Condvar>,
-    /// By rank: its part in the collective that is assembling.
+    /// Each rank's part in the collective that is assembling.
     pub(super) arrived: Vec<Option<Arrival>>,
     /// The collective in which all ranks are.
     pub(super) meeting: Option<Arc<[Arrival]>>,
@@ -88,21 +90,29 @@ pub(super) struct Channel {
     pub(super) present: usize,
     /// Rendezvous that were completed.
     pub(super) completed: u64,
-    /// By rank: collectives it has left.
+    /// Collectives that each rank has left.
     pub(super) left: Vec<u64>,
     last_seen: Vec<Option<Seen>>,
-    /// Duplicates, in order of creation.
-    duplicates: Vec<usize>,
-    /// By rank: how many duplicates it has asked for.
-    duplicated: Vec<usize>,
-    /// The rank that was first to ask for this channel.
-    created_by: usize,
+    /// Channels made of this one, in order of creation.
+    children: Vec<Children>,
+    /// How many of them each rank has asked for.
+    asked: Vec<usize>,
+}
+
+/// The channels that one call of `duplicate` or `split`, made by all ranks, gives.
+struct Children {
+    name: String,
+    /// The rank that was first to ask.
+    first: usize,
+    channels: Vec<usize>,
 }
 
 impl Channel {
-    fn new(name: String, size: usize, created_by: usize) -> Channel {
+    fn new(name: String, members: Arc<[usize]>) -> Channel {
+        let size = members.len();
         Channel {
             name,
+            members,
             changed: Arc::default(),
             arrived: (0..size).map(|_| None).collect(),
             meeting: None,
@@ -110,15 +120,20 @@ impl Channel {
             completed: 0,
             left: vec![0; size],
             last_seen: vec![None; size],
-            duplicates: Vec::new(),
-            duplicated: vec![0; size],
-            created_by,
+            children: Vec::new(),
+            asked: vec![0; size],
         }
     }
 
-    /// Ranks that have, or have not, arrived in the collective that is assembling.
+    /// World ranks that have, or have not, arrived in the collective that is assembling.
     pub(super) fn ranks(&self, arrived: bool) -> Vec<usize> {
-        (0..self.arrived.len()).filter(|rank| self.arrived[*rank].is_some() == arrived).collect()
+        let ranks = self.members.iter().zip(&self.arrived);
+        ranks.filter(|(_, arrival)| arrival.is_some() == arrived).map(|(rank, _)| *rank).collect()
+    }
+
+    /// The index of a world rank, if it is a member.
+    fn index(&self, rank: usize) -> Option<usize> {
+        self.members.iter().position(|member| *member == rank)
     }
 }
 
@@ -176,11 +191,12 @@ impl Failure {
 }
 
 impl State {
-    /// Notes that `rank` is in collective `number` of a channel.
-    pub(super) fn enter(&mut self, channel: usize, rank: usize, number: u64, call: &Call) {
+    /// Notes that the member `index` is in collective `number` of a channel.
+    pub(super) fn enter(&mut self, channel: usize, index: usize, number: u64, call: &Call) {
         let Call { op, tag, bytes, .. } = call;
         let seen = Seen { channel, number, op: *op, tag: tag.clone(), bytes: *bytes, done: false };
-        self.channels[channel].last_seen[rank] = Some(seen.clone());
+        self.channels[channel].last_seen[index] = Some(seen.clone());
+        let rank = self.channels[channel].members[index];
         let ring = &mut self.ranks[rank].ring;
         if ring.len() == RING {
             ring.pop_front();
@@ -188,9 +204,10 @@ impl State {
         ring.push_back(seen);
     }
 
-    /// Notes that `rank` has left its present collective of a channel.
-    pub(super) fn leave(&mut self, channel: usize, rank: usize) {
-        let Some(seen) = &mut self.channels[channel].last_seen[rank] else { return };
+    /// Notes that the member `index` has left its present collective of a channel.
+    pub(super) fn leave(&mut self, channel: usize, index: usize) {
+        let rank = self.channels[channel].members[index];
+        let Some(seen) = &mut self.channels[channel].last_seen[index] else { return };
         seen.done = true;
         let number = seen.number;
         let mut ring = self.ranks[rank].ring.iter_mut().rev();
@@ -213,9 +230,12 @@ impl State {
         }
     }
 
-    /// `collective #2 of channel `gather``.
+    /// `collective #2 of channel `gather``, with the ranks of the channel if they are not all.
     pub(super) fn name(&self, channel: usize, number: u64) -> String {
-        format!("collective #{number} of channel `{}`", self.channels[channel].name)
+        let Channel { name, members, .. } = &self.channels[channel];
+        let of_ranks =
+            if members.len() < self.ranks.len() { format!(" of ranks {members:?}") } else { String::new() };
+        format!("collective #{number} of channel `{name}`{of_ranks}")
     }
 
     /// Where a rank was last seen, in a few words.
@@ -229,9 +249,10 @@ impl State {
     /// Where a rank was last seen on every channel.
     pub(super) fn last_seen_everywhere(&self, rank: usize) -> String {
         let mut text = format!("rank {rank} was last seen");
-        for (i, channel) in self.channels.iter().enumerate() {
+        let channels = self.channels.iter().filter_map(|channel| Some((channel, channel.index(rank)?)));
+        for (i, (channel, index)) in channels.enumerate() {
             let separator = if i == 0 { ": " } else { "; " };
-            let _ = match &channel.last_seen[rank] {
+            let _ = match &channel.last_seen[index] {
                 Some(seen) => write!(text, "{separator}channel `{}`: {seen}", channel.name),
                 None => write!(text, "{separator}channel `{}`: nothing yet", channel.name),
             };
@@ -273,7 +294,7 @@ impl LocalWorld {
             options,
             state: Mutex::new(State {
                 failure: None,
-                channels: vec![Channel::new("world".to_owned(), size, 0)],
+                channels: vec![Channel::new("world".to_owned(), (0..size).collect())],
                 ranks: (0..size).map(|_| RankState::default()).collect(),
             }),
             traffic: (0..size).map(|_| Default::default()).collect(),
@@ -295,38 +316,60 @@ impl LocalWorld {
             let message = "the communicator of this rank was taken already: duplicate it".to_owned();
             return Err(CommError::Invalid { rank, message });
         }
-        let changed = state.channels[0].changed.clone();
-        Ok(Arc::new(LocalComm::new(Endpoint::new(self.clone(), 0, rank, changed))))
+        Ok(Arc::new(LocalComm::new(Endpoint::new(self.clone(), 0, &state.channels[0], rank))))
     }
 
-    /// The next duplicate of `channel` for `rank`.
-    pub(super) fn duplicate(self: &Arc<Self>, channel: usize, rank: usize, name: &str) -> Endpoint {
+    /// The next child of `channel` for its member `index`: the channel of these world ranks, which are members
+    /// of it.
+    pub(super) fn child(
+        self: &Arc<Self>,
+        channel: usize,
+        index: usize,
+        name: &str,
+        members: Arc<[usize]>,
+    ) -> Endpoint {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         let parent = &mut state.channels[channel];
-        let index = parent.duplicated[rank];
-        parent.duplicated[rank] += 1;
+        let rank = parent.members[index];
         let name = if channel == 0 { name.to_owned() } else { format!("{}/{name}", parent.name) };
-        let duplicate = match parent.duplicates.get(index) {
-            Some(duplicate) => *duplicate,
-            None => {
-                let duplicate = state.channels.len();
-                state.channels[channel].duplicates.push(duplicate);
-                state.channels.push(Channel::new(name.clone(), self.size, rank));
-                duplicate
-            }
+        let number = parent.asked[index];
+        parent.asked[index] += 1;
+        if number == parent.children.len() {
+            parent.children.push(Children { name: name.clone(), first: rank, channels: Vec::new() });
+        }
+        let parent = &state.channels[channel];
+        let Children { name: first_name, first, channels } = &parent.children[number];
+        let overlaps = |other: &&usize| {
+            let theirs = &state.channels[**other].members;
+            theirs.iter().any(|rank| members.contains(rank))
         };
-        let Channel { name: first, created_by, .. } = &state.channels[duplicate];
-        if *first != name {
-            let message = format!(
-                "duplicate #{} of channel `{}` differs: rank {created_by} names it `{first}`, rank {rank} `{name}`",
-                index + 1,
-                state.channels[channel].name,
-            );
+        let known = channels.iter().find(overlaps).copied();
+        let difference = match known {
+            _ if *first_name != name => {
+                Some(format!("rank {first} names it `{first_name}`, rank {rank} `{name}`"))
+            }
+            Some(known) if state.channels[known].members != members => {
+                let theirs = &state.channels[known].members;
+                Some(format!("it is both of ranks {theirs:?} and, says rank {rank}, of ranks {members:?}"))
+            }
+            _ => None,
+        };
+        if let Some(difference) = difference {
+            let number = number + 1;
+            let message = format!("duplicate #{number} of channel `{}` differs: {difference}", parent.name);
             state.fail(self, rank, Cause::Diverged, message);
         }
-        let changed = state.channels[duplicate].changed.clone();
-        Endpoint::new(self.clone(), duplicate, rank, changed)
+        // After a disagreement the world has failed, and so will whatever is tried on this one.
+        let known = known.filter(|known| state.channels[*known].members == members);
+        let child = known.unwrap_or_else(|| {
+            let child = state.channels.len();
+            state.channels.push(Channel::new(name, members.clone()));
+            state.channels[channel].children[number].channels.push(child);
+            child
+        });
+        let index = members.iter().position(|member| *member == rank).expect("a member asks");
+        Endpoint::new(self.clone(), child, &state.channels[child], index)
     }
 
     /// Tells the world that `rank` has returned without an error. If others wait for it, the world fails.
@@ -336,8 +379,10 @@ impl LocalWorld {
         let mut state = self.state.lock();
         state.ranks[rank].ended = true;
         let waited_for = state.channels.iter().find_map(|channel| {
-            let arrival = channel.arrived.iter().enumerate().find_map(|(r, a)| a.as_ref().map(|a| (r, a)));
-            arrival.filter(|_| channel.arrived[rank].is_none())
+            let index = channel.index(rank)?;
+            let arrivals = channel.members.iter().zip(&channel.arrived);
+            let arrival = arrivals.filter_map(|(waiter, arrival)| Some((*waiter, arrival.as_ref()?))).next();
+            arrival.filter(|_| channel.arrived[index].is_none())
         });
         if let Some((waiter, arrival)) = waited_for {
             let message = returned_early(&state, rank, waiter, &arrival.call);
