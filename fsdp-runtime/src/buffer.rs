@@ -7,53 +7,45 @@ use crate::layout::BucketLayout;
 use crate::memory::{Account, Category};
 use crate::spec::{Dtype, Strategy};
 
-/// One flat buffer of a bucket: this rank's shard of it, or the whole with the shard as a part of it (a
-/// virtual shard).
+/// Which rank a buffer is of, and what is shared among the ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Placement {
+    /// What the inner ranks share.
+    pub strategy: Strategy,
+    /// This rank's index among those that share the shards.
+    pub rank: usize,
+    /// This rank's index among the outer ones.
+    pub outer_rank: usize,
+}
+
+/// One flat buffer of a bucket, or the part of it that this rank holds: all of it, with the rank's shard as a
+/// part (a virtual shard), the shard, or a part of the shard.
 #[derive(Clone, Debug)]
 pub struct DataParallelBuffer {
     data: Slice,
-    sharded: bool,
+    held: Range<usize>,
     shard: Range<usize>,
-    size: usize,
 }
 
 impl DataParallelBuffer {
-    fn allocate(
-        account: &Account,
-        category: Category,
-        dtype: Dtype,
-        layout: &BucketLayout,
-        rank: usize,
-        sharded: bool,
-    ) -> Self {
-        let shard = layout.shard_range(rank);
-        let len = if sharded { shard.len() } else { layout.size };
-        DataParallelBuffer { data: account.allocate(category, dtype, len), sharded, shard, size: layout.size }
-    }
-
-    /// True if only the shard is held.
-    pub fn is_sharded(&self) -> bool {
-        self.sharded
-    }
-
-    /// What is held: the shard or the whole.
+    /// What is held.
     pub fn data(&self) -> &Slice {
         &self.data
     }
 
     /// Elements of the bucket that are held.
-    pub fn extent(&self) -> Range<usize> {
-        if self.sharded { self.shard.clone() } else { 0..self.size }
+    pub fn held(&self) -> Range<usize> {
+        self.held.clone()
     }
 
-    /// This rank's shard, virtual or real.
+    /// This rank's shard, virtual or real, which must be held.
     pub fn shard(&self) -> Slice {
-        if self.sharded { self.data.clone() } else { self.data.range(self.shard.clone()) }
+        self.part(self.shard.clone())
     }
 
     /// The elements `part` of the bucket, which must be held.
     pub fn part(&self, part: Range<usize>) -> Slice {
-        let start = self.extent().start;
+        let start = self.held.start;
         self.data.range(part.start - start..part.end - start)
     }
 }
@@ -63,6 +55,10 @@ impl DataParallelBuffer {
 pub struct GroupBuffers {
     /// Where each parameter is.
     pub layout: BucketLayout,
+    /// Elements of this rank's shard.
+    pub shard: Range<usize>,
+    /// Elements that this rank's optimizer updates.
+    pub owned: Range<usize>,
     /// Weights in the model dtype: the all-gather's input, or the whole (ZeRO-0 to 2).
     pub model_weight: DataParallelBuffer,
     /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is
@@ -73,22 +69,28 @@ pub struct GroupBuffers {
 }
 
 impl GroupBuffers {
-    /// Allocates what `strategy` asks for; all zeros.
-    pub fn allocate(account: &Account, layout: BucketLayout, strategy: Strategy, rank: usize) -> Self {
+    /// Allocates what the strategy asks for; all zeros.
+    pub fn allocate(account: &Account, layout: BucketLayout, placement: Placement) -> Self {
+        let Placement { strategy, rank, outer_rank } = placement;
         let (dtype, trainable) = (layout.key.dtype, layout.key.requires_grad);
-        let allocate = |category, dtype, sharded| {
-            DataParallelBuffer::allocate(account, category, dtype, &layout, rank, sharded)
+        let shard = layout.shard_range(rank);
+        let sharded = |sharded: bool| if sharded { shard.clone() } else { 0..layout.size };
+        let owned = if layout.outer > 1 {
+            layout.outer_part(rank, outer_rank)
+        } else {
+            sharded(strategy.shards_optim())
         };
-        let model_weight = allocate(Category::ModelWeights, dtype, strategy.shards_params());
+        let allocate = |category, dtype, held: Range<usize>| DataParallelBuffer {
+            data: account.allocate(category, dtype, held.len()),
+            held,
+            shard: shard.clone(),
+        };
+        let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()));
         let main_weight = (trainable && dtype != Dtype::F32)
-            .then(|| allocate(Category::MainWeights, Dtype::F32, strategy.shards_optim()));
-        let main_grad = trainable.then(|| allocate(Category::MainGrads, Dtype::F32, strategy.shards_grads()));
-        GroupBuffers { layout, model_weight, main_weight, main_grad }
-    }
-
-    /// The elements of the bucket that this rank's optimizer updates.
-    pub fn optimizer_extent(&self, strategy: Strategy, rank: usize) -> Range<usize> {
-        if strategy.shards_optim() { self.layout.shard_range(rank) } else { 0..self.layout.size }
+            .then(|| allocate(Category::MainWeights, Dtype::F32, owned.clone()));
+        let main_grad =
+            trainable.then(|| allocate(Category::MainGrads, Dtype::F32, sharded(strategy.shards_grads())));
+        GroupBuffers { layout, shard, owned, model_weight, main_weight, main_grad }
     }
 
     /// The buffer the optimizer works on.

@@ -40,7 +40,7 @@ fn params() -> impl Strategy<Value = Vec<ParamSpec>> {
 fn options() -> impl Strategy<Value = LayoutOptions> {
     let alignment = prop::sample::select(vec![ShardAlignment::Element, ShardAlignment::Row]);
     (1usize..=64, alignment, prop::option::of(1usize..2000))
-        .prop_map(|(ranks, alignment, bucket_size)| LayoutOptions { ranks, alignment, bucket_size })
+        .prop_map(|(ranks, alignment, bucket_size)| LayoutOptions { ranks, outer: 1, alignment, bucket_size })
 }
 
 fn units() -> Vec<UnitSpec> {

@@ -296,9 +296,9 @@ fn a_mesh_that_does_not_fit_shows_the_numbers() {
         for part in ["3", "2", "6", "4"] {
             assert!(error.contains(part), "{part} in {error}");
         }
-        let mesh = world.mesh(&[("dp_outer", 2), ("dp_shard", 2)]).unwrap();
+        let mesh = world.mesh(&[("dp_shard", 2), ("tp", 2)]).unwrap();
         let error = dot(3).fully_shard(&mesh).unwrap_err().to_string();
-        assert!(error.contains("dp_outer") && error.contains('2'), "{error}");
+        assert!(error.contains("`tp` has size 2"), "{error}");
         Ok(())
     });
 }

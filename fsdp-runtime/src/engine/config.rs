@@ -1,7 +1,7 @@
 //! How a model is sharded and trained.
 
 use crate::layout::ShardAlignment;
-use crate::spec::{MixedPrecision, Strategy};
+use crate::spec::{MixedPrecision, OuterStrategy, Strategy};
 
 /// How the contributions of the data-parallel ranks are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,8 +27,10 @@ pub enum Recompute {
 /// Settings of [`fully_shard_with`](super::FullyShard::fully_shard_with). The same on all ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FsdpConfig {
-    /// What is sharded.
+    /// What is sharded among the ranks of `dp_shard` (and `cp`, which shares the shards).
     pub strategy: Strategy,
+    /// What the ranks of `dp_outer`, each a replica of the sharded model, share besides.
+    pub outer: OuterStrategy,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
     /// Dtypes.
@@ -64,6 +66,7 @@ impl Default for FsdpConfig {
     fn default() -> Self {
         FsdpConfig {
             strategy: Strategy::default(),
+            outer: OuterStrategy::default(),
             alignment: ShardAlignment::default(),
             precision: MixedPrecision::default(),
             scaling: GradientScaling::default(),

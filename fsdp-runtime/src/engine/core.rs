@@ -88,9 +88,14 @@ pub(crate) struct State {
 pub(crate) struct Parts {
     pub id: usize,
     pub config: FsdpConfig,
-    /// The configured strategy, or `NoShard` where there is one rank.
+    /// The configured strategy, or `NoShard` where one rank holds all shards.
     pub strategy: Strategy,
+    /// All ranks of the mesh.
     pub comm: Arc<dyn Communicator>,
+    /// The ranks that share the shards.
+    pub shard_comm: Arc<dyn Communicator>,
+    /// The ranks that have the same shard.
+    pub outer_comm: Arc<dyn Communicator>,
     pub streams: Streams,
     pub account: Account,
     pub tracer: Arc<Tracer>,
@@ -353,10 +358,14 @@ impl Engine {
                 ));
             }
             if state.reduce.is_synced() && self.comm.size() > 1 {
+                let with = if self.strategy.shards_grads() {
+                    format!("{} ranks of `dp_outer`", self.outer_comm.size())
+                } else {
+                    format!("strategy `{}`", self.strategy)
+                };
                 return Err(Error::Usage(format!(
-                    "with strategy `{}` the gradients of a step are reduced once, in its last microbatch: run the \
-                     earlier ones under `model.no_sync()`, and step the optimizer after the last",
-                    self.strategy
+                    "with {with} the gradients of a step are reduced once, in its last microbatch: run the earlier ones \
+                     under `model.no_sync()`, and step the optimizer after the last"
                 )));
             }
             state.training = TrainingState::Backward;
@@ -395,14 +404,14 @@ impl Engine {
         }
     }
 
-    /// The shards have changed, those of frozen groups too if `frozen`: whatever was gathered is given up, and a
-    /// forward whose backward is still to come is void.
-    pub(crate) fn weights_changed(&self, frozen: bool) -> Result<(), CommError> {
+    /// The shards have changed, those of frozen groups too if `loaded`, else by an optimizer step: whatever was
+    /// gathered is given up, and a forward whose backward is still to come is void.
+    pub(crate) fn weights_changed(&self, loaded: bool) -> Result<(), CommError> {
         let mut state = self.state.lock();
         let state = &mut *state;
         Self::release_root(state);
         state.gather.reset()?;
-        state.gather.mark_stale(frozen);
+        state.gather.mark_stale(loaded);
         state.weights_version += 1;
         Ok(())
     }

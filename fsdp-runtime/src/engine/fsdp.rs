@@ -54,7 +54,7 @@ impl<M> Fsdp<M> {
         self.engine.comm.rank()
     }
 
-    /// Number of ranks the model is sharded over.
+    /// Number of ranks of the mesh.
     pub fn world_size(&self) -> usize {
         self.engine.comm.size()
     }
@@ -177,8 +177,8 @@ impl<M> Fsdp<M> {
         engine.end_backward()
     }
 
-    /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce in
-    /// every microbatch, ZeRO-0 and 1 only in the last.
+    /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce among the
+    /// inner ranks in every microbatch, ZeRO-0 and 1 only in the last; the outer ranks' reduction is in the last.
     pub fn set_is_last_microbatch(&self, last: bool) {
         self.engine.state.lock().last_microbatch = last;
     }
@@ -227,19 +227,23 @@ impl<M> Fsdp<M> {
         let engine = &self.engine;
         engine.finish_grad_sync()?;
         let mut sum = [0.0];
+        // Outer ranks that share nothing have the same gradients.
+        let cut_by_outer = engine.layout.buckets.iter().any(|bucket| bucket.outer > 1);
         for unit in 0..engine.units.len() {
             if !engine.state.lock().reduce.has_gradient(unit) {
                 continue;
             }
             for &group in &engine.units[unit].groups {
-                if let Some(grads) = &engine.groups[group].main_grad {
-                    let shard = grads.shard();
+                let group = &engine.groups[group];
+                if let Some(grads) = &group.main_grad {
+                    let shard = if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() };
                     // SAFETY: all reductions are done, and only this thread uses main gradients now.
                     sum[0] += squared_norm(unsafe { shard.as_slice::<f32>() });
                 }
             }
         }
-        engine.comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
+        let comm = if cut_by_outer { &engine.comm } else { &engine.shard_comm };
+        comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
         Ok(sum[0].sqrt())
     }
 

@@ -1,11 +1,10 @@
 //! Whole parameters and gradients, gathered one bucket at a time, and the install of optimized weights.
 
 use super::core::Engine;
-use crate::buffer::DataParallelBuffer;
+use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::{Gather, HostOp, Phase, Tag};
 use crate::device::{Slice, cast};
 use crate::error::{Error, Result};
-use crate::layout::BucketLayout;
 use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
@@ -16,7 +15,7 @@ impl Engine {
         self.settle()?;
         let tag = self.tag("weights", Phase::Setup);
         for group in &self.groups {
-            self.visit_bucket(&group.layout, group.optimizer_weight(), &tag, &mut visit)?;
+            self.visit_bucket(group, group.optimizer_weight(), &tag, &mut visit)?;
         }
         Ok(())
     }
@@ -34,7 +33,7 @@ impl Engine {
             for &group in &info.groups {
                 let group = &self.groups[group];
                 if let Some(grads) = &group.main_grad {
-                    self.visit_bucket(&group.layout, grads, &tag, &mut visit)?;
+                    self.visit_bucket(group, grads, &tag, &mut visit)?;
                 }
             }
         }
@@ -43,16 +42,25 @@ impl Engine {
 
     fn visit_bucket(
         &self,
-        layout: &BucketLayout,
+        group: &GroupBuffers,
         buffer: &DataParallelBuffer,
         tag: &Tag,
         visit: &mut impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let shard = buffer.shard();
+        let layout = &group.layout;
+        let shard = if layout.outer > 1 && layout.key.requires_grad {
+            let owned = buffer.part(group.owned.clone());
+            let shard = Slice::zeros(owned.dtype(), layout.shard_len(), None);
+            let part = Gather { send: owned, recv: shard.clone() };
+            self.outer_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
+            shard
+        } else {
+            buffer.shard()
+        };
         let whole = Slice::zeros(shard.dtype(), layout.size, None);
         let part = Gather { send: shard, recv: whole.clone() };
         let compute = &*self.streams.compute;
-        self.comm.all_gather(compute, tag.clone(), vec![part])?;
+        self.shard_comm.all_gather(compute, tag.clone(), vec![part])?;
         let values = if whole.dtype() == Dtype::F32 {
             whole
         } else {
@@ -74,7 +82,7 @@ impl Engine {
         self.settle()?;
         for group in &self.groups {
             if let Some(main) = &group.main_weight {
-                cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.extent()))?;
+                cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.held()))?;
             }
         }
         Ok(self.weights_changed(false)?)

@@ -31,7 +31,7 @@ impl<M> Fsdp<M> {
         rule.validate()?;
         let engine = self.engine();
         let state = |group: &crate::buffer::GroupBuffers| {
-            let len = group.optimizer_extent(engine.strategy, engine.comm.rank()).len();
+            let len = group.owned.len();
             let buffers = if group.layout.key.requires_grad { rule.state_names().len() } else { 0 };
             (0..buffers).map(|_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len)).collect()
         };
@@ -98,7 +98,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 continue;
             };
             let weights = group.optimizer_weight();
-            let extent = group.optimizer_extent(engine.strategy, engine.comm.rank());
+            let extent = group.owned.clone();
             for item in &group.layout.items {
                 let begin = item.start.max(extent.start);
                 let end = (item.start + item.len).min(extent.end);

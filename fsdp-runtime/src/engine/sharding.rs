@@ -10,15 +10,15 @@ use super::fsdp::Fsdp;
 use super::module::FsdpUnit;
 use super::param::Bound;
 use super::sink::GradSink;
-use crate::buffer::GroupBuffers;
+use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::{MeshDim, Topology};
-use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, ReduceOptions, Streams};
-use crate::spec::{Dtype, ParamSpec, Strategy};
+use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, Outer, ReduceOptions, Streams};
+use crate::spec::{Dtype, OuterStrategy, ParamSpec, Strategy};
 use crate::trace::Tracer;
 
 /// Buffers a shape class, of gathered weights and of unreduced gradients: one in use, one in flight.
@@ -26,7 +26,7 @@ const POOL_DEPTH: usize = 2;
 
 /// Sharding of a whole model. Implemented for every [`FsdpUnit`].
 pub trait FullyShard: FsdpUnit + Sized {
-    /// Shards the model over the `dp_shard` dim of `mesh` with the default configuration (ZeRO-3, FP32).
+    /// Shards the model over the `dp_shard` dim of `mesh` (flattened with `cp`) and replicates it over `dp_outer`, with the default configuration (ZeRO-3, FP32).
     ///
     /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter,
     /// filled with its initial values; no rank ever holds more than its shard and, while it runs, the units
@@ -83,22 +83,26 @@ impl<M: FsdpUnit> FullyShard for M {}
 fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Result<Arc<Engine>> {
     // Channels are named for the model's type, so that those of several models can be told apart.
     let name = std::any::type_name::<M>().split('<').next().unwrap_or_default();
-    let comm = mesh.communicator().duplicate(name.rsplit("::").next().unwrap_or(name));
+    let name = name.rsplit("::").next().unwrap_or(name);
     check_mesh(mesh)?;
+    let comm = mesh.communicator().duplicate(name);
+    let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
+    let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     let slots = slots(&collected, &layout)?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
 
-    let (rank, ranks) = (comm.rank(), comm.size());
-    let strategy = if ranks == 1 { Strategy::NoShard } else { config.strategy };
+    let rank = comm.rank();
+    let strategy = strategy_in_force(config, mesh.topology());
+    let placement = Placement { strategy, rank: shard_comm.rank(), outer_rank: outer_comm.rank() };
     let account = Account::default();
     let streams = Streams {
         compute: cpu::ComputeStream::new("compute"),
         gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
         reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
     };
-    let allocate = |bucket: &BucketLayout| GroupBuffers::allocate(&account, bucket.clone(), strategy, rank);
+    let allocate = |bucket: &BucketLayout| GroupBuffers::allocate(&account, bucket.clone(), placement);
     let parts = Parts {
         id,
         config: config.clone(),
@@ -106,6 +110,8 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         groups: layout.buckets.iter().map(allocate).collect(),
         units: units(&layout),
         comm,
+        shard_comm,
+        outer_comm,
         streams,
         account,
         tracer: Tracer::new(config.trace),
@@ -129,13 +135,25 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
 
 fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     for &(dim, size) in mesh.topology().dims() {
-        if dim != MeshDim::DpShard && size != 1 {
+        if matches!(dim, MeshDim::Tp | MeshDim::Ep) && size != 1 {
             return Err(Error::Config(format!(
-                "mesh dim `{dim}` has size {size}: only `dp_shard` can be larger than 1 so far"
+                "mesh dim `{dim}` has size {size}: only `dp_outer`, `dp_shard` and `cp` can be larger than 1 so far"
             )));
         }
     }
     Ok(())
+}
+
+/// The mesh dims whose ranks share the shards.
+const SHARD_DIMS: [MeshDim; 2] = [MeshDim::DpShard, MeshDim::Cp];
+
+fn shard_ranks(mesh: &Topology) -> usize {
+    SHARD_DIMS.into_iter().map(|dim| mesh.size(dim)).product()
+}
+
+/// The configured strategy, or `NoShard` where one rank holds all shards.
+fn strategy_in_force(config: &FsdpConfig, mesh: &Topology) -> Strategy {
+    if shard_ranks(mesh) == 1 { Strategy::NoShard } else { config.strategy }
 }
 
 /// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the
@@ -157,8 +175,20 @@ fn lay_out<'a, M: FsdpUnit>(
     mesh: &Topology,
     config: &FsdpConfig,
 ) -> Result<(Collected<'a>, ModelLayout)> {
-    let ranks = mesh.size(MeshDim::DpShard);
-    let options = LayoutOptions { ranks, alignment: config.alignment, bucket_size: config.bucket_size };
+    let ranks = shard_ranks(mesh);
+    let outer = match config.outer {
+        OuterStrategy::NoShard => 1,
+        OuterStrategy::Optim => mesh.size(MeshDim::DpOuter),
+    };
+    if outer > 1 && ranks > 1 && !config.strategy.shards_optim() {
+        return Err(Error::Config(format!(
+            "the outer strategy `{}` cuts the optimizer state of a shard, but with strategy `{}` the {ranks} inner \
+             ranks have no shards: shard the optimizer state at least",
+            config.outer, config.strategy
+        )));
+    }
+    let (alignment, bucket_size) = (config.alignment, config.bucket_size);
+    let options = LayoutOptions { ranks, outer, alignment, bucket_size };
     let collected = collect(model, config, mesh)?;
     let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
     Ok((collected, layout))
@@ -181,7 +211,7 @@ fn paths_and_groups(parts: &Parts) -> Vec<(Arc<str>, Vec<usize>)> {
 fn gather_pipeline(parts: &Parts) -> AllGatherPipeline {
     let config = &parts.config;
     AllGatherPipeline::new(
-        parts.comm.duplicate("gather"),
+        parts.shard_comm.duplicate("gather"),
         parts.streams.clone(),
         parts.tracer.clone(),
         &parts.account,
@@ -192,16 +222,30 @@ fn gather_pipeline(parts: &Parts) -> AllGatherPipeline {
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
             poison: config.poison,
+            outer: shares_optim(parts).then(|| parts.outer_comm.duplicate("gather")),
         },
         paths_and_groups(parts),
         &parts.groups,
     )
 }
 
+/// The outer ranks share the optimizer state.
+fn shares_optim(parts: &Parts) -> bool {
+    parts.outer_comm.size() > 1 && parts.config.outer == OuterStrategy::Optim
+}
+
+fn outer_reduction(parts: &Parts) -> Option<Outer> {
+    (parts.outer_comm.size() > 1).then(|| Outer {
+        comm: parts.outer_comm.duplicate("reduce"),
+        stream: cpu::CpuStream::spawn(format!("rank{}/outer-reduce", parts.comm.rank())),
+        strategy: parts.config.outer,
+    })
+}
+
 fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
     let config = &parts.config;
     GradReducePipeline::new(
-        parts.comm.duplicate("reduce"),
+        parts.shard_comm.duplicate("reduce"),
         parts.streams.clone(),
         parts.tracer.clone(),
         &parts.account,
@@ -215,6 +259,7 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
             poison: config.poison,
+            outer: outer_reduction(parts),
         },
         paths_and_groups(parts),
         &parts.groups,
@@ -228,8 +273,9 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         Err(error) => return vec![error.to_string()],
     };
     let mut lines = vec![format!(
-        "configuration: strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
+        "configuration: strategy {}, outer strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
         config.strategy,
+        config.outer,
         config.alignment,
         config.precision.reduce,
         config.scaling,
@@ -327,7 +373,8 @@ impl Engine {
     ) -> Result<()> {
         let compute = &*self.streams.compute;
         for group in &self.groups {
-            let extent = group.optimizer_extent(self.strategy, self.comm.rank());
+            let extent =
+                if self.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
             for item in &group.layout.items {
                 let start = item.start.max(extent.start);
                 let end = (item.start + item.len).min(extent.end);
@@ -344,7 +391,10 @@ impl Engine {
                     out,
                 )?;
                 if let Some(main) = &group.main_weight {
-                    cast(compute, &values, &main.part(start..end))?;
+                    let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
+                    if from < to {
+                        cast(compute, &values.range(from - start..to - start), &main.part(from..to))?;
+                    }
                 }
                 cast(compute, &values, &group.model_weight.part(start..end))?;
             }

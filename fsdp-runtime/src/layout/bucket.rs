@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{ITEM_ALIGNMENT_BYTES, ShardAlignment};
-use crate::spec::{Dtype, GroupKey};
+use crate::spec::{Dtype, GroupKey, Strategy};
 
 /// A parameter's place in its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,11 +54,13 @@ pub struct BucketLayout {
     pub key: GroupKey,
     /// Number of shards.
     pub ranks: usize,
+    /// Parts of each shard whose optimizer state is on different outer ranks; 1 if they do not share it.
+    pub outer: usize,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
     /// The parameters, in order of start; they do not overlap.
     pub items: Vec<Item>,
-    /// Elements of the buffer, padding included: a multiple of `ranks`.
+    /// Elements of the buffer, padding included: a multiple of `ranks * outer`.
     pub size: usize,
 }
 
@@ -72,6 +74,24 @@ impl BucketLayout {
     pub const fn shard_range(&self, rank: usize) -> Range<usize> {
         let len = self.shard_len();
         rank * len..(rank + 1) * len
+    }
+
+    /// The part of the shard of `rank` that the outer rank `outer` updates.
+    pub const fn outer_part(&self, rank: usize, outer: usize) -> Range<usize> {
+        let len = self.shard_len() / self.outer;
+        let start = rank * self.shard_len() + outer * len;
+        start..start + len
+    }
+
+    /// Elements that one rank's optimizer updates.
+    pub const fn owned_len(&self, strategy: Strategy) -> usize {
+        if self.outer > 1 {
+            self.shard_len() / self.outer
+        } else if strategy.shards_optim() {
+            self.shard_len()
+        } else {
+            self.size
+        }
     }
 
     /// The part of item `item` (an index into `items`) in the shard of `rank`.
@@ -157,7 +177,7 @@ mod tests {
             cursor = start + len;
         }
         let size = element_bucket_size(lens, Dtype::F32, ranks);
-        BucketLayout { key, ranks, alignment: ShardAlignment::Element, items, size }
+        BucketLayout { key, ranks, outer: 1, alignment: ShardAlignment::Element, items, size }
     }
 
     #[test]

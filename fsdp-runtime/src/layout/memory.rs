@@ -12,11 +12,12 @@ use crate::spec::{Dtype, Strategy};
 pub struct MemoryPlan {
     /// Model weights in their own dtype: the shard where the strategy shards parameters, else whole.
     pub model_weights: u64,
-    /// f32 copies of trainable 16-bit weights that the optimizer updates: the shard, or whole with `NoShard`.
+    /// f32 copies of trainable 16-bit weights that the optimizer updates: the shard, or whole with `NoShard`; the
+    /// part of it that the outer rank updates where those share it.
     pub main_weights: u64,
     /// f32 gradients of trainable weights: the shard where the strategy shards gradients, else whole.
     pub main_grads: u64,
-    /// *One* f32 state buffer of the optimizer: the shard, or whole with `NoShard`. AdamW has two of them.
+    /// *One* f32 state buffer of the optimizer: of as many elements as it updates. AdamW has two of them.
     pub optimizer_state: u64,
     /// Bound of the whole weights that are gathered at a time: two units of each shape class (one if the
     /// class has one unit) and the root. 0 where weights are held whole anyway.
@@ -35,7 +36,7 @@ impl MemoryPlan {
             let dtype = bucket.key.dtype;
             plan.model_weights += elements(strategy.shards_params()) * dtype.size() as u64;
             if bucket.key.requires_grad {
-                let state = elements(strategy.shards_optim()) * 4;
+                let state = bucket.owned_len(strategy) as u64 * 4;
                 plan.optimizer_state += state;
                 plan.main_weights += if dtype == Dtype::F32 { 0 } else { state };
                 plan.main_grads += elements(strategy.shards_grads()) * 4;
@@ -103,7 +104,8 @@ mod tests {
         }
         params.push(spec("4.w".into(), 512, 4, true));
         let units: Vec<UnitSpec> = (0..5).map(|unit| UnitSpec { path: unit.to_string() }).collect();
-        let options = LayoutOptions { ranks, alignment: ShardAlignment::Element, bucket_size: None };
+        let options =
+            LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
         ModelLayout::build(params, &units, &options).unwrap()
     }
 

@@ -27,6 +27,8 @@ pub struct UnitLayout {
 pub struct LayoutOptions {
     /// Ranks that share the shards.
     pub ranks: usize,
+    /// Outer ranks that share the optimizer state of a shard; 1 if they do not.
+    pub outer: usize,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
     /// A bucket of the root takes no more parameters once it has this many elements; `None` for one bucket a
@@ -82,6 +84,7 @@ impl ModelLayout {
                 layout.buckets.push(BucketLayout {
                     key,
                     ranks: options.ranks,
+                    outer: options.outer,
                     alignment: options.alignment,
                     items,
                     size,
@@ -153,7 +156,7 @@ impl ModelLayout {
 }
 
 fn check(params: &[ParamSpec], units: &[UnitSpec], options: &LayoutOptions) -> Result<(), LayoutError> {
-    if options.ranks == 0 {
+    if options.ranks == 0 || options.outer == 0 {
         return Err(LayoutError::NoRanks);
     }
     if units.is_empty() {
@@ -216,6 +219,7 @@ fn place(
     options: &LayoutOptions,
 ) -> Result<Vec<(Vec<Item>, usize)>, LayoutError> {
     let align = element_alignment(dtype);
+    let parts = options.ranks.saturating_mul(options.outer);
     let mut items = Vec::with_capacity(members.len());
     let mut cursor = 0usize;
     for &index in members {
@@ -235,16 +239,15 @@ fn place(
         let start = element_start(cursor, len, align);
         items.push(Item { param: index, start, len, row });
         cursor = start + len;
-        let room =
-            align.checked_mul(options.ranks).and_then(|multiple| cursor.checked_next_multiple_of(multiple));
+        let room = align.checked_mul(parts).and_then(|multiple| cursor.checked_next_multiple_of(multiple));
         if room.is_none_or(|size| size > row::MAX_ELEMENTS) {
             return Err(too_large(param));
         }
     }
     match options.alignment {
-        ShardAlignment::Element => Ok(vec![(items, cursor.next_multiple_of(align * options.ranks))]),
+        ShardAlignment::Element => Ok(vec![(items, cursor.next_multiple_of(align * parts))]),
         ShardAlignment::Row => {
-            let placements = row::place(&items, options.ranks, align).ok_or_else(|| {
+            let placements = row::place(&items, parts, align).ok_or_else(|| {
                 let longest = items.iter().max_by_key(|item| item.row).map_or(members[0], |item| item.param);
                 too_large(&params[longest])
             })?;
@@ -282,7 +285,7 @@ mod tests {
     }
 
     fn options(ranks: usize) -> LayoutOptions {
-        LayoutOptions { ranks, alignment: ShardAlignment::Element, bucket_size: None }
+        LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None }
     }
 
     fn names(layout: &ModelLayout) -> Vec<Vec<&str>> {

@@ -19,7 +19,7 @@ use crate::spec::Strategy;
 use crate::trace::Tracer;
 
 /// Settings of the pipeline.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct GatherOptions {
     pub strategy: Strategy,
     /// Units ahead, in either direction.
@@ -31,6 +31,9 @@ pub(crate) struct GatherOptions {
     /// Keep the slots' memory, and released weights in it, until needed.
     pub double_buffer: bool,
     pub poison: bool,
+    /// Outer ranks that update parts of the shards: after an optimizer step each gathers those of the others,
+    /// just ahead of the unit's gather.
+    pub outer: Option<Arc<dyn Communicator>>,
 }
 
 enum Status {
@@ -51,6 +54,8 @@ struct UnitWeights {
     last_used: u64,
     /// Frozen weights that are held whole were gathered; they change only when weights are loaded.
     frozen_gathered: bool,
+    /// The outer ranks have updated their parts of the shards.
+    outer_stale: bool,
 }
 
 pub(crate) struct AllGatherPipeline {
@@ -109,6 +114,7 @@ impl AllGatherPipeline {
             users: 0,
             last_used: 0,
             frozen_gathered: false,
+            outer_stale: false,
         });
         let mut pipeline = AllGatherPipeline {
             comm,
@@ -179,13 +185,14 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// The shards have changed, those of frozen groups too if `frozen`: what was gathered is out of date. To
-    /// be called after [`Self::reset`].
-    pub(crate) fn mark_stale(&mut self, frozen: bool) {
-        if self.options.strategy.shards_optim() {
+    /// The shards have changed, those of frozen groups too if `loaded`, else each outer rank's part of them by
+    /// an optimizer step: what was gathered is out of date. To be called after [`Self::reset`].
+    pub(crate) fn mark_stale(&mut self, loaded: bool) {
+        if self.options.strategy.shards_optim() || self.options.outer.is_some() {
             for weights in &mut self.units {
                 weights.status = Status::Sharded;
-                weights.frozen_gathered &= !frozen;
+                weights.frozen_gathered &= !loaded;
+                weights.outer_stale = !loaded;
             }
         }
     }
@@ -239,12 +246,14 @@ impl AllGatherPipeline {
                 None => return Ok(()),
             }
         }
+        self.launch_outer(groups, unit, moment)?;
         let weights = &self.units[unit];
         let in_place = !self.options.strategy.shards_params();
         let parts: Vec<Gather> = weights
             .groups
             .iter()
             .zip(&weights.full)
+            .filter(|_| self.options.strategy.shards_optim())
             .filter(|&(&group, _)| {
                 let frozen = !groups[group].layout.key.requires_grad;
                 !(in_place && frozen && weights.frozen_gathered)
@@ -252,7 +261,7 @@ impl AllGatherPipeline {
             .map(|(&group, full)| Gather { send: groups[group].model_weight.shard(), recv: full.clone() })
             .collect();
         let (gather, path) = (&self.streams.gather, &weights.path);
-        // The shards were last written on the compute stream.
+        // The shards were last written on the compute stream, or by the outer ranks on this one.
         gather.wait(&self.streams.compute.record())?;
         if !parts.is_empty() {
             self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
@@ -263,6 +272,34 @@ impl AllGatherPipeline {
         let weights = &mut self.units[unit];
         (weights.status, weights.frozen_gathered) = (Status::InFlight(event), true);
         Ok(())
+    }
+
+    /// After an optimizer step: completes the unit's shards by the parts that other outer ranks have updated.
+    fn launch_outer(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+        moment: Moment,
+    ) -> Result<(), CommError> {
+        let weights = &mut self.units[unit];
+        let Some(outer) = self.options.outer.as_ref().filter(|_| weights.outer_stale) else { return Ok(()) };
+        weights.outer_stale = false;
+        let trainable = weights.groups.iter().map(|&group| &groups[group]);
+        let parts: Vec<Gather> = trainable
+            .filter(|group| group.layout.key.requires_grad)
+            .map(|group| Gather {
+                send: group.model_weight.part(group.owned.clone()),
+                recv: group.model_weight.shard(),
+            })
+            .collect();
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let (gather, path) = (&self.streams.gather, &weights.path);
+        gather.wait(&self.streams.compute.record())?;
+        self.tracer.enqueue(&**gather, "all-gather", "outer all-gather", path, || {
+            outer.all_gather(&**gather, moment.tag(path), parts)
+        })
     }
 
     /// A unit whose slot `unit` may take: the one used longest ago, or for a demand one that waits to be

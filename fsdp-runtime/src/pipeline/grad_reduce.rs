@@ -10,13 +10,23 @@ use std::sync::Arc;
 use super::{Moment, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{Accumulate, CommError, Communicator, Gather, Reduce};
-use crate::device::{Event, Fill, Slice, cast, fill};
+use crate::device::{Event, Fill, Slice, Stream, cast, fill};
 use crate::memory::{Account, Category, Pool, SlotId};
-use crate::spec::{Dtype, Strategy};
+use crate::spec::{Dtype, OuterStrategy, Strategy};
 use crate::trace::Tracer;
 
+/// The reduction over the outer ranks, once a step, on a stream of its own: it overlaps the inner reductions
+/// of the units that follow.
+#[derive(Clone)]
+pub(crate) struct Outer {
+    pub comm: Arc<dyn Communicator>,
+    pub stream: Arc<dyn Stream>,
+    /// What the outer ranks share.
+    pub strategy: OuterStrategy,
+}
+
 /// Settings of the pipeline.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct ReduceOptions {
     pub strategy: Strategy,
     /// Dtype of the buckets that travel.
@@ -27,6 +37,8 @@ pub(crate) struct ReduceOptions {
     pub depth: usize,
     pub double_buffer: bool,
     pub poison: bool,
+    /// `None` where there is one outer rank.
+    pub outer: Option<Outer>,
 }
 
 /// Where the gradients of one group are to be written.
@@ -47,6 +59,8 @@ struct UnitGrads {
     accumulated: bool,
     /// ZeRO-0 and 1: they were reduced.
     synced: bool,
+    /// They were reduced over the outer ranks.
+    outer_synced: bool,
 }
 
 pub(crate) struct GradReducePipeline {
@@ -56,7 +70,10 @@ pub(crate) struct GradReducePipeline {
     options: ReduceOptions,
     pool: Pool,
     units: Vec<UnitGrads>,
+    /// The last reduction among the inner ranks.
     last: Option<Arc<dyn Event>>,
+    /// The last one among the outer ranks.
+    last_outer: Option<Arc<dyn Event>>,
 }
 
 impl GradReducePipeline {
@@ -74,7 +91,14 @@ impl GradReducePipeline {
             .into_iter()
             .map(|(path, mut buckets)| {
                 buckets.retain(|&group| groups[group].layout.key.requires_grad);
-                UnitGrads { path, groups: buckets, open: None, accumulated: false, synced: false }
+                UnitGrads {
+                    path,
+                    groups: buckets,
+                    open: None,
+                    accumulated: false,
+                    synced: false,
+                    outer_synced: false,
+                }
             })
             .collect();
         let needs_buckets = options.strategy.shards_grads() || options.wire != Dtype::F32;
@@ -89,7 +113,7 @@ impl GradReducePipeline {
             options.depth,
             options.double_buffer,
         );
-        GradReducePipeline { comm, streams, tracer, options, pool, units, last: None }
+        GradReducePipeline { comm, streams, tracer, options, pool, units, last: None, last_outer: None }
     }
 
     /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket
@@ -153,30 +177,32 @@ impl GradReducePipeline {
         } else if last_microbatch {
             self.reduce_whole(groups, unit, moment)?;
         }
-        Ok(())
+        if last_microbatch { self.reduce_outer(groups, unit, moment) } else { Ok(()) }
     }
 
-    /// ZeRO-0 and 1, end of the last microbatch: reduces the units that have gradients of earlier
-    /// microbatches only.
+    /// End of the last microbatch: reduces the units that have gradients of earlier microbatches only, as far as
+    /// they are not reduced yet.
     pub(crate) fn reduce_remaining(
         &mut self,
         groups: &[GroupBuffers],
         moment: Moment,
     ) -> Result<(), CommError> {
-        if self.options.strategy.shards_grads() {
-            return Ok(());
-        }
         for unit in 0..self.units.len() {
-            if self.units[unit].accumulated && !self.units[unit].synced {
+            let UnitGrads { accumulated, synced, outer_synced, .. } = self.units[unit];
+            if accumulated && !synced && !self.options.strategy.shards_grads() {
                 self.reduce_whole(groups, unit, moment)?;
+            }
+            if accumulated && !outer_synced {
+                self.reduce_outer(groups, unit, moment)?;
             }
         }
         Ok(())
     }
 
-    /// ZeRO-0 and 1: the gradients of this step were reduced in place, so nothing more can be added.
+    /// The gradients of this step were reduced in place, so nothing more can be added: with ZeRO-0 and 1, and
+    /// where there are outer ranks.
     pub(crate) fn is_synced(&self) -> bool {
-        self.units.iter().any(|unit| unit.synced)
+        self.units.iter().any(|unit| unit.synced || unit.outer_synced)
     }
 
     /// The main gradients of the unit hold a contribution of this step.
@@ -191,15 +217,15 @@ impl GradReducePipeline {
 
     /// The compute stream waits for all reductions launched so far.
     pub(crate) fn finish(&mut self) -> Result<(), CommError> {
-        match self.last.take() {
-            Some(event) => self.streams.compute.wait(&event),
-            None => Ok(()),
-        }
+        let events = [self.last.take(), self.last_outer.take()];
+        events.iter().flatten().try_for_each(|event| self.streams.compute.wait(event))
     }
 
     /// The main gradients are spent: the next contribution overwrites them.
     pub(crate) fn clear(&mut self) {
-        self.units.iter_mut().for_each(|unit| (unit.accumulated, unit.synced) = (false, false));
+        for unit in &mut self.units {
+            (unit.accumulated, unit.synced, unit.outer_synced) = (false, false, false);
+        }
     }
 
     /// Gives up targets that an error left open.
@@ -249,6 +275,50 @@ impl GradReducePipeline {
         self.tracer.enqueue(&**reduce, "reduce", "reduce-scatter", path, || {
             self.comm.reduce_scatter(&**reduce, moment.tag(path), parts)
         })
+    }
+
+    /// Reduces the unit's main gradients over the outer ranks, in place, once the inner ranks have reduced them.
+    fn reduce_outer(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+        moment: Moment,
+    ) -> Result<(), CommError> {
+        let Some(Outer { comm, stream, strategy }) = &self.options.outer else { return Ok(()) };
+        let state = &mut self.units[unit];
+        state.outer_synced = true;
+        if state.groups.is_empty() {
+            return Ok(());
+        }
+        stream.wait(&self.streams.reduce.record())?;
+        let (path, tag) = (&state.path, moment.tag(&state.path));
+        let grads = state.groups.iter().map(|&group| (&groups[group], main_grad(groups, group)));
+        match strategy {
+            OuterStrategy::NoShard => {
+                // Without inner sharding there is no shard, but a whole to be reduced.
+                let whole = !self.options.strategy.shards_optim();
+                let parts = grads
+                    .map(|(_, grad)| (if whole { grad.data().clone() } else { grad.shard() }, 1.0))
+                    .collect();
+                self.tracer.enqueue(&**stream, "outer reduce", "outer all-reduce", path, || {
+                    comm.all_reduce(&**stream, tag, parts)
+                })?;
+            }
+            OuterStrategy::Optim => {
+                let parts = grads.map(|(group, grad)| Reduce {
+                    send: grad.shard(),
+                    recv: grad.part(group.owned.clone()),
+                    scale: 1.0,
+                    accumulate: Accumulate::Overwrite,
+                });
+                let parts = parts.collect();
+                self.tracer.enqueue(&**stream, "outer reduce", "outer reduce-scatter", path, || {
+                    comm.reduce_scatter(&**stream, tag, parts)
+                })?;
+            }
+        }
+        self.last_outer = Some(stream.record());
+        Ok(())
     }
 
     /// ZeRO-0 and 1: reduces the whole main-gradient buffers in place.

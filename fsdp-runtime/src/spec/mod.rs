@@ -163,6 +163,46 @@ impl ParamSpec {
     }
 }
 
+/// What the outer data-parallel ranks (`dp_outer`: replicas of the sharded model) share of the state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OuterStrategy {
+    /// Nothing: each has what its inner rank has. Gradients are all-reduced once a step.
+    #[default]
+    NoShard,
+    /// Each updates a part of its inner shard: optimizer state and main weights are cut among the outer ranks
+    /// too. Gradients are reduce-scattered once a step, weights all-gathered once after it.
+    Optim,
+}
+
+impl OuterStrategy {
+    /// The spelling of the command line: `no-shard`, `optim`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            OuterStrategy::NoShard => "no-shard",
+            OuterStrategy::Optim => "optim",
+        }
+    }
+}
+
+impl std::fmt::Display for OuterStrategy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for OuterStrategy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "no-shard" => Ok(OuterStrategy::NoShard),
+            "optim" => Ok(OuterStrategy::Optim),
+            other => Err(format!("unknown outer strategy `{other}`: expected no-shard or optim")),
+        }
+    }
+}
+
 /// Dtypes of a training run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MixedPrecision {
