@@ -1,7 +1,7 @@
 //! How a model is sharded and trained.
 
 use crate::layout::ShardAlignment;
-use crate::spec::{MixedPrecision, OuterStrategy, Strategy};
+use crate::spec::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy};
 
 /// How the contributions of the data-parallel ranks are combined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,7 +39,10 @@ pub struct FsdpConfig {
     pub scaling: GradientScaling,
     /// Recomputation for the units that do not say.
     pub recompute: Recompute,
-    /// Units gathered ahead, in forward and in backward.
+    /// What becomes of whole weights between forward and backward, for the units that do not say.
+    pub reshard_after_forward: ReshardAfterForward,
+    /// Units gathered ahead, in forward and in backward; see also
+    /// [`set_prefetch`](super::Fsdp::set_prefetch).
     pub prefetch: usize,
     /// Most elements that may be gathered before a prefetch is held back; `None` for no limit beyond the
     /// pool's.
@@ -71,6 +74,7 @@ impl Default for FsdpConfig {
             precision: MixedPrecision::default(),
             scaling: GradientScaling::default(),
             recompute: Recompute::default(),
+            reshard_after_forward: ReshardAfterForward::default(),
             prefetch: 1,
             gather_budget: None,
             double_buffer: true,

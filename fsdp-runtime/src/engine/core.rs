@@ -18,8 +18,8 @@ use crate::device::{Fill, fill};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::memory::{Account, Aliases};
-use crate::pipeline::{AllGatherPipeline, GradReducePipeline, Moment, Pass, Streams};
-use crate::spec::Strategy;
+use crate::pipeline::{AllGatherPipeline, GradReducePipeline, Moment, Pass, Streams, Sync};
+use crate::spec::{ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 /// Why a backward is refused after an optimizer step or a load.
@@ -71,7 +71,8 @@ pub(crate) struct State {
     units: Vec<UnitState>,
     pub training: TrainingState,
     pub step: u64,
-    pub last_microbatch: bool,
+    /// What is reduced after the next backward.
+    pub sync: Sync,
     /// The root is unsharded from a forward on, until its backward.
     root_held: bool,
     /// Counts changes of the weights: a backward must see those of its forward.
@@ -102,6 +103,8 @@ pub(crate) struct Parts {
     pub layout: ModelLayout,
     pub groups: Vec<GroupBuffers>,
     pub units: Vec<UnitInfo>,
+    /// By unit: what becomes of its whole weights between forward and backward.
+    pub reshard: Vec<ReshardAfterForward>,
     pub slots: Vec<Slot>,
 }
 
@@ -134,7 +137,7 @@ impl Engine {
             units: parts.units.iter().map(|_| UnitState::default()).collect(),
             training: TrainingState::Idle,
             step: 0,
-            last_microbatch: true,
+            sync: Sync::Step,
             root_held: false,
             weights_version: 0,
             forward_version: None,
@@ -146,6 +149,15 @@ impl Engine {
 
     pub(crate) fn id(&self) -> usize {
         self.id
+    }
+
+    /// The unit of this path; `(root)` and the empty path are the root.
+    pub(crate) fn unit_named(&self, path: &str) -> Result<usize> {
+        let is_it = |&unit: &usize| self.unit_path(unit) == path || self.unit_name(unit) == path;
+        (0..self.units.len()).find(is_it).ok_or_else(|| {
+            let known: Vec<&str> = (0..self.units.len()).map(|unit| self.unit_name(unit)).collect();
+            Error::Usage(format!("there is no unit `{path}`: the model's are {}", known.join(", ")))
+        })
     }
 
     pub(crate) fn unit_path(&self, unit: usize) -> &str {
@@ -281,9 +293,12 @@ impl Engine {
         let _ = state.gather.release(unit);
     }
 
-    /// A forward of `unit` has happened whose backward is to come.
+    /// A forward of `unit` has happened whose backward is to come. To be called while the unit is unsharded.
     pub(crate) fn expect_backward(self: &Arc<Self>, unit: usize) -> Expectation {
-        self.state.lock().units[unit].pending += 1;
+        let mut state = self.state.lock();
+        state.units[unit].pending += 1;
+        state.gather.expect_backward(unit);
+        drop(state);
         Expectation { engine: self.clone(), unit, met: false }
     }
 
@@ -339,7 +354,7 @@ impl Engine {
             }
         }
         let moment = Moment { phase: Phase::Backward, step: state.step };
-        state.reduce.reduce(&self.groups, unit, state.last_microbatch, moment)
+        state.reduce.reduce(&self.groups, unit, state.sync, moment)
     }
 
     /// A backward of the whole model begins; the root's sinks are open.
@@ -380,14 +395,14 @@ impl Engine {
     /// The backward of the whole model is over: reduces what is left.
     pub(crate) fn end_backward(&self) -> Result<()> {
         self.close_gradients(ROOT)?;
-        let left = self.state.lock().reduce.open_units();
+        let left = self.state.lock().reduce.units_in_use();
         for unit in left {
             self.close_gradients(unit)?;
         }
         let mut state = self.state.lock();
         let state = &mut *state;
         let moment = Moment { phase: Phase::Backward, step: state.step };
-        if state.last_microbatch {
+        if state.sync == Sync::Step {
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }
         state.gather.backward_order.end();
@@ -432,6 +447,7 @@ impl Engine {
         state.reduce.clear();
         state.received.fill(false);
         state.grad_scale = 1.0;
+        state.gather.expect_nothing();
         state.gather.reset()?;
         finished
     }

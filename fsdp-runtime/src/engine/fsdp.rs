@@ -12,6 +12,7 @@ use crate::comm::{HostOp, Phase};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::optim::{clip_scale, squared_norm};
+use crate::pipeline::{Moment, Prefetch, Sync};
 use crate::spec::{ParamSpec, Strategy};
 use crate::trace;
 
@@ -180,16 +181,39 @@ impl<M> Fsdp<M> {
     /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce among the
     /// inner ranks in every microbatch, ZeRO-0 and 1 only in the last; the outer ranks' reduction is in the last.
     pub fn set_is_last_microbatch(&self, last: bool) {
-        self.engine.state.lock().last_microbatch = last;
+        self.engine.state.lock().sync = if last { Sync::Step } else { Sync::Microbatch };
     }
 
-    /// Until the guard is dropped, backwards are not the last of their step.
+    /// Until the guard is dropped, backwards reduce nothing: whole gradients stay on the rank, and the next
+    /// backward adds to them.
     ///
-    /// Under ZeRO-0 and 1 that keeps gradients unreduced on the rank; under ZeRO-2 and 3 gradients are still
-    /// reduced, as their memory is that of a shard.
+    /// Under ZeRO-2 and 3 that takes memory for the whole gradients of every unit, in the reduction's dtype, until
+    /// they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
+    /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
-        self.set_is_last_microbatch(false);
+        self.engine.state.lock().sync = Sync::Nothing;
         NoSync { engine: &self.engine }
+    }
+
+    /// Sets how many units are gathered ahead of the present one, in forwards and in backwards. Takes effect at
+    /// the next unit.
+    pub fn set_prefetch(&self, forward: usize, backward: usize) {
+        self.engine.state.lock().gather.set_prefetch(Prefetch { forward, backward });
+    }
+
+    /// Starts the gather of a unit's weights now, ahead of its forward: for those who know better than the learnt
+    /// order what comes next. The weights stay until another unit needs the memory, or they change.
+    ///
+    /// # Errors
+    /// If there is no unit of this path, and those of the gather.
+    pub fn unshard(&self, unit: &str) -> Result<Unsharding<'_>> {
+        let engine = &*self.engine;
+        let unit = engine.unit_named(unit)?;
+        let mut state = engine.state.lock();
+        let moment = Moment { phase: Phase::Forward, step: state.step };
+        state.gather.start(&engine.groups, unit, moment)?;
+        drop(state);
+        Ok(Unsharding { engine, unit })
     }
 
     /// Reduces the gradients that are still the rank's own (ZeRO-0 and 1, if every microbatch so far ran under
@@ -325,6 +349,23 @@ pub struct NoSync<'a> {
 
 impl Drop for NoSync<'_> {
     fn drop(&mut self) {
-        self.engine.state.lock().last_microbatch = true;
+        self.engine.state.lock().sync = Sync::Step;
+    }
+}
+
+/// A gather that [`Fsdp::unshard`] has started. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct Unsharding<'a> {
+    engine: &'a Engine,
+    unit: usize,
+}
+
+impl Unsharding<'_> {
+    /// Waits, in stream order, until the weights are whole. Local.
+    ///
+    /// # Errors
+    /// Those of the gather.
+    pub fn wait(self) -> Result<()> {
+        Ok(self.engine.state.lock().gather.wait(self.unit)?)
     }
 }

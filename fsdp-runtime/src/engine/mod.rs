@@ -17,7 +17,7 @@ mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};
 pub use forward::{Forward, Tensors};
-pub use fsdp::{Fsdp, NoSync};
+pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use module::{Buffer, FsdpUnit, Shaped, Tie, Visitor, Walker};
 pub use optimizer::ShardedOptimizer;
 pub use param::Param;

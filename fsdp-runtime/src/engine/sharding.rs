@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
-use super::core::{Engine, Parts, Slot, UnitInfo, next_id};
+use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
 use super::fsdp::Fsdp;
 use super::module::FsdpUnit;
 use super::param::Bound;
 use super::sink::GradSink;
+use super::unit::UnitCell;
 use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
@@ -17,8 +18,11 @@ use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::{MeshDim, Topology};
-use crate::pipeline::{AllGatherPipeline, GatherOptions, GradReducePipeline, Outer, ReduceOptions, Streams};
-use crate::spec::{Dtype, OuterStrategy, ParamSpec, Strategy};
+use crate::pipeline::{
+    AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
+    Reshard, Streams,
+};
+use crate::spec::{Dtype, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 /// Buffers a shape class, of gathered weights and of unreduced gradients: one in use, one in flight.
@@ -109,6 +113,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         strategy,
         groups: layout.buckets.iter().map(allocate).collect(),
         units: units(&layout),
+        reshard: reshard_modes(&collected.cells, config),
         comm,
         shard_comm,
         outer_comm,
@@ -118,7 +123,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         layout,
         slots,
     };
-    let (gather, reduce) = (gather_pipeline(&parts), reduce_pipeline(&parts));
+    let (gather, reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts));
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
         if !cell.bind(&engine, index + 1) {
@@ -138,6 +143,22 @@ fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
         if matches!(dim, MeshDim::Tp | MeshDim::Ep) && size != 1 {
             return Err(Error::Config(format!(
                 "mesh dim `{dim}` has size {size}: only `dp_outer`, `dp_shard` and `cp` can be larger than 1 so far"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Weights can be kept by groups only of as many ranks as divide all.
+fn check_reshard(collected: &Collected<'_>, config: &FsdpConfig, ranks: usize) -> Result<()> {
+    for (unit, mode) in collected.units.iter().zip(reshard_modes(&collected.cells, config)) {
+        if let ReshardAfterForward::Ranks(group) = mode
+            && (group == 0 || !ranks.is_multiple_of(group))
+        {
+            return Err(Error::Config(format!(
+                "unit `{}` is to be resharded after forward to groups of {group} ranks: {ranks} ranks share its \
+                 shards, which {group} does not divide",
+                unit.path
             )));
         }
     }
@@ -190,6 +211,7 @@ fn lay_out<'a, M: FsdpUnit>(
     let (alignment, bucket_size) = (config.alignment, config.bucket_size);
     let options = LayoutOptions { ranks, outer, alignment, bucket_size };
     let collected = collect(model, config, mesh)?;
+    check_reshard(&collected, config, ranks)?;
     let layout = ModelLayout::build(collected.specs.clone(), &collected.units, &options)?;
     Ok((collected, layout))
 }
@@ -204,29 +226,67 @@ fn units(layout: &ModelLayout) -> Vec<UnitInfo> {
     layout.units.iter().map(unit).collect()
 }
 
+/// What each unit does with its whole weights between forward and backward, the root first.
+fn reshard_modes(cells: &[&UnitCell], config: &FsdpConfig) -> Vec<ReshardAfterForward> {
+    let root = ReshardAfterForward::Never;
+    let of_cell = |cell: &&UnitCell| cell.reshard().unwrap_or(config.reshard_after_forward);
+    std::iter::once(root).chain(cells.iter().map(of_cell)).collect()
+}
+
+/// The units as the gather pipeline wants them, with the groups of neighbours that some gather in.
+fn gather_units(parts: &Parts) -> Result<Vec<GatherUnit>> {
+    let comm = &parts.shard_comm;
+    let mut groups: Vec<(usize, Arc<dyn Communicator>)> = Vec::new();
+    let mut units = Vec::with_capacity(parts.units.len());
+    for (index, (unit, mode)) in parts.units.iter().zip(&parts.reshard).enumerate() {
+        let reshard = match *mode {
+            _ if !parts.strategy.shards_params() || index == ROOT => Reshard::Always,
+            ReshardAfterForward::Always => Reshard::Always,
+            ReshardAfterForward::Never => Reshard::Never,
+            ReshardAfterForward::Ranks(ranks) if ranks == comm.size() => Reshard::Always,
+            ReshardAfterForward::Ranks(1) => Reshard::Never,
+            ReshardAfterForward::Ranks(ranks) => {
+                let known = groups.iter().find(|(known, _)| *known == ranks).map(|(_, group)| group.clone());
+                Reshard::Within(match known {
+                    Some(group) => group,
+                    None => {
+                        let first = comm.rank() / ranks * ranks;
+                        let neighbours: Vec<usize> = (first..first + ranks).collect();
+                        let group = comm.split(&format!("gather within {ranks}"), &neighbours)?;
+                        groups.push((ranks, group.clone()));
+                        group
+                    }
+                })
+            }
+        };
+        units.push(GatherUnit { path: unit.path.clone(), groups: unit.groups.clone(), reshard });
+    }
+    Ok(units)
+}
+
 fn paths_and_groups(parts: &Parts) -> Vec<(Arc<str>, Vec<usize>)> {
     parts.units.iter().map(|unit| (unit.path.clone(), unit.groups.clone())).collect()
 }
 
-fn gather_pipeline(parts: &Parts) -> AllGatherPipeline {
+fn gather_pipeline(parts: &Parts) -> Result<AllGatherPipeline> {
     let config = &parts.config;
-    AllGatherPipeline::new(
+    Ok(AllGatherPipeline::new(
         parts.shard_comm.duplicate("gather"),
         parts.streams.clone(),
         parts.tracer.clone(),
         &parts.account,
         GatherOptions {
             strategy: parts.strategy,
-            prefetch: config.prefetch,
+            prefetch: Prefetch { forward: config.prefetch, backward: config.prefetch },
             budget: config.gather_budget,
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
             poison: config.poison,
             outer: shares_optim(parts).then(|| parts.outer_comm.duplicate("gather")),
         },
-        paths_and_groups(parts),
+        gather_units(parts)?,
         &parts.groups,
-    )
+    ))
 }
 
 /// The outer ranks share the optimizer state.
@@ -273,9 +333,10 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         Err(error) => return vec![error.to_string()],
     };
     let mut lines = vec![format!(
-        "configuration: strategy {}, outer strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
+        "configuration: strategy {}, outer strategy {}, reshard after forward {:?}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
         config.strategy,
         config.outer,
+        config.reshard_after_forward,
         config.alignment,
         config.precision.reduce,
         config.scaling,

@@ -20,7 +20,7 @@ use super::param::Param;
 use super::scope::{Frame, Scope};
 use crate::comm::Phase;
 use crate::memory::copy_out;
-use crate::spec::Tree;
+use crate::spec::{ReshardAfterForward, Tree};
 use crate::trace;
 
 /// The runtime's handle to a [`Unit`], filled in when the model is sharded.
@@ -28,6 +28,7 @@ use crate::trace;
 pub struct UnitCell {
     bound: OnceLock<BoundUnit>,
     recompute: Option<Recompute>,
+    reshard: Option<ReshardAfterForward>,
 }
 
 struct BoundUnit {
@@ -45,6 +46,11 @@ impl std::fmt::Debug for BoundUnit {
 }
 
 impl UnitCell {
+    /// What the unit says of its weights between forward and backward.
+    pub(crate) fn reshard(&self) -> Option<ReshardAfterForward> {
+        self.reshard
+    }
+
     /// Ties the unit to its engine; false if it has one already.
     pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> bool {
         let storage = Storage::Cpu(CpuStorage::F32(vec![0.0]));
@@ -76,6 +82,13 @@ impl<T> Unit<T> {
     /// The same with its own recomputation mode, whatever the configuration says.
     pub fn recompute(mut self, mode: Recompute) -> Unit<T> {
         self.cell.recompute = Some(mode);
+        self
+    }
+
+    /// The same with its own answer to what becomes of its whole weights between forward and backward, whatever
+    /// the configuration says.
+    pub fn reshard_after_forward(mut self, mode: ReshardAfterForward) -> Unit<T> {
+        self.cell.reshard = Some(mode);
         self
     }
 }
@@ -158,12 +171,12 @@ impl<T> Unit<T> {
                 (Saved::Inputs { input_shapes: shapes, output_shapes, shape: output.shape().clone() }, value)
             }
         };
+        let expectation = bound.engine.expect_backward(bound.unit);
         drop(guard);
         let (shape, output_shapes) = match &saved {
             Saved::Graph(inner) => (inner.output.shape().clone(), inner.output_shapes.clone()),
             Saved::Inputs { shape, output_shapes, .. } => (shape.clone(), output_shapes.clone()),
         };
-        let expectation = bound.engine.expect_backward(bound.unit);
         let boundary = Boundary {
             value: Mutex::new(Some(value)),
             shape,

@@ -28,7 +28,8 @@ struct Slot {
 }
 
 struct Class {
-    root: bool,
+    /// The only unit of the class, whatever others look like.
+    alone: Option<usize>,
     shapes: Shapes,
     slots: Vec<Slot>,
 }
@@ -46,12 +47,13 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// A pool for units of these shapes (empty shapes: the unit needs no buffer). A class has as many slots
-    /// as it has units, but at most `depth`; the root (unit 0) is a class of its own. With `keep` false a
-    /// slot's buffers are freed whenever it is released.
+    /// as it has units, but at most `depth`; a unit that is to be `alone` is a class of its own. With `keep`
+    /// false a slot's buffers are freed whenever it is released.
     pub(crate) fn new(
         account: Account,
         category: Category,
         shapes: Vec<Shapes>,
+        alone: impl Fn(usize) -> bool,
         depth: usize,
         keep: bool,
     ) -> Pool {
@@ -60,13 +62,13 @@ impl Pool {
             .into_iter()
             .enumerate()
             .map(|(unit, shapes)| {
-                let root = unit == 0;
+                let alone = alone(unit).then_some(unit);
                 if shapes.is_empty() {
                     return None;
                 }
-                let same = |class: &Class| class.root == root && class.shapes == shapes;
+                let same = |class: &Class| class.alone == alone && class.shapes == shapes;
                 let class = classes.iter().position(same).unwrap_or_else(|| {
-                    classes.push(Class { root, shapes, slots: Vec::new() });
+                    classes.push(Class { alone, shapes, slots: Vec::new() });
                     classes.len() - 1
                 });
                 if classes[class].slots.len() < depth {
@@ -145,7 +147,7 @@ mod tests {
         let account = Account::default();
         let block: Shapes = vec![(Dtype::F32, 64)];
         let shapes = vec![vec![(Dtype::BF16, 32)], block.clone(), block.clone(), block, vec![]];
-        (Pool::new(account.clone(), Category::GatherPool, shapes, 2, keep), account)
+        (Pool::new(account.clone(), Category::GatherPool, shapes, |unit| unit == 0, 2, keep), account)
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use super::{Moment, Order, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Gather};
-use crate::device::{Event, Fill, Slice, fill};
+use crate::device::{Event, Fill, Slice, cast, fill};
 use crate::memory::{Account, Category, Pool, SlotId};
 use crate::spec::Strategy;
 use crate::trace::Tracer;
@@ -22,8 +22,8 @@ use crate::trace::Tracer;
 #[derive(Clone)]
 pub(crate) struct GatherOptions {
     pub strategy: Strategy,
-    /// Units ahead, in either direction.
-    pub prefetch: usize,
+    /// Units ahead.
+    pub prefetch: Prefetch,
     /// Most elements gathered or in flight before a prefetch is held back.
     pub budget: Option<usize>,
     /// Slots a class.
@@ -34,6 +34,29 @@ pub(crate) struct GatherOptions {
     /// Outer ranks that update parts of the shards: after an optimizer step each gathers those of the others,
     /// just ahead of the unit's gather.
     pub outer: Option<Arc<dyn Communicator>>,
+}
+
+/// Units that are gathered ahead of the present one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Prefetch {
+    pub forward: usize,
+    pub backward: usize,
+}
+
+/// What a unit does with its whole weights between forward and backward.
+#[derive(Clone)]
+pub(crate) enum Reshard {
+    Always,
+    Never,
+    /// Keeps the part of this rank in a group of neighbours, this one.
+    Within(Arc<dyn Communicator>),
+}
+
+/// One unit, as the pipeline is told of it.
+pub(crate) struct GatherUnit {
+    pub path: Arc<str>,
+    pub groups: Vec<usize>,
+    pub reshard: Reshard,
 }
 
 enum Status {
@@ -52,6 +75,11 @@ struct UnitWeights {
     full: Vec<Slice>,
     users: usize,
     last_used: u64,
+    reshard: Reshard,
+    /// A backward that needs the weights is to come.
+    expected: bool,
+    /// This rank's part of the weights in its group of neighbours, between forward and backward.
+    kept: Vec<Slice>,
     /// Frozen weights that are held whole were gathered; they change only when weights are loaded.
     frozen_gathered: bool,
     /// The outer ranks have updated their parts of the shards.
@@ -64,6 +92,7 @@ pub(crate) struct AllGatherPipeline {
     tracer: Arc<Tracer>,
     options: GatherOptions,
     pool: Pool,
+    account: Account,
     units: Vec<UnitWeights>,
     pub(crate) forward_order: Order,
     pub(crate) backward_order: Order,
@@ -78,29 +107,30 @@ pub(crate) enum Pass {
 }
 
 impl AllGatherPipeline {
-    /// `units`: path and groups of each unit, root first.
+    /// `units`: the root first.
     pub(crate) fn new(
         comm: Arc<dyn Communicator>,
         streams: Streams,
         tracer: Arc<Tracer>,
         account: &Account,
         options: GatherOptions,
-        units: Vec<(Arc<str>, Vec<usize>)>,
+        units: Vec<GatherUnit>,
         groups: &[GroupBuffers],
     ) -> Self {
         let sharded = options.strategy.shards_params();
-        let shapes = units.iter().map(|(_, buckets)| {
+        let shapes = units.iter().map(|unit| {
             let shape = |&group: &usize| (groups[group].layout.key.dtype, groups[group].layout.size);
-            if sharded { buckets.iter().map(shape).collect() } else { Vec::new() }
+            if sharded { unit.groups.iter().map(shape).collect() } else { Vec::new() }
         });
         let pool = Pool::new(
             account.clone(),
             Category::GatherPool,
             shapes.collect(),
+            |unit| unit == 0 || matches!(units[unit].reshard, Reshard::Never),
             options.depth,
             options.double_buffer,
         );
-        let units = units.into_iter().map(|(path, buckets)| UnitWeights {
+        let units = units.into_iter().map(|GatherUnit { path, groups: buckets, reshard }| UnitWeights {
             path,
             numel: buckets.iter().map(|&group| groups[group].layout.size).sum(),
             full: if sharded {
@@ -109,6 +139,9 @@ impl AllGatherPipeline {
                 buckets.iter().map(|&group| groups[group].model_weight.data().clone()).collect()
             },
             groups: buckets,
+            reshard,
+            expected: false,
+            kept: Vec::new(),
             status: Status::Ready,
             slot: None,
             users: 0,
@@ -121,6 +154,7 @@ impl AllGatherPipeline {
             streams,
             tracer,
             pool,
+            account: account.clone(),
             units: units.collect(),
             options,
             forward_order: Order::default(),
@@ -151,14 +185,56 @@ impl AllGatherPipeline {
             self.launch(groups, unit, true, moment)?;
         }
         self.units[unit].users += 1;
+        if pass == Some(Pass::Backward) {
+            self.units[unit].expected = false;
+        }
         if let Some(pass) = pass {
             self.prefetch(groups, pass, moment)?;
         }
+        self.wait(unit)?;
+        Ok(self.units[unit].full.clone())
+    }
+
+    /// Starts the unit's gather, unless its weights are whole or on their way: for those who know better what
+    /// comes next.
+    pub(crate) fn start(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+        moment: Moment,
+    ) -> Result<(), CommError> {
+        if matches!(self.units[unit].status, Status::Sharded) {
+            self.launch(groups, unit, true, moment)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Waits, in stream order, for a gather of the unit that is under way.
+    pub(crate) fn wait(&mut self, unit: usize) -> Result<(), CommError> {
         if let Status::InFlight(event) = &self.units[unit].status {
             self.streams.compute.wait(event)?;
             self.units[unit].status = Status::Ready;
         }
-        Ok(self.units[unit].full.clone())
+        Ok(())
+    }
+
+    /// The forward that uses the unit now has a backward to come.
+    pub(crate) fn expect_backward(&mut self, unit: usize) {
+        self.units[unit].expected = true;
+    }
+
+    /// No backward is to come, of no unit.
+    pub(crate) fn expect_nothing(&mut self) {
+        for unit in &mut self.units {
+            unit.expected = false;
+            unit.kept.clear();
+        }
+    }
+
+    /// Sets how many units are gathered ahead.
+    pub(crate) fn set_prefetch(&mut self, prefetch: Prefetch) {
+        self.options.prefetch = prefetch;
     }
 
     /// One use of the unit's full weights is over.
@@ -168,7 +244,8 @@ impl AllGatherPipeline {
         weights.users -= 1;
         weights.last_used = self.clock;
         // What is outside the fixed slots is not kept beyond its use.
-        if weights.users == 0 && (weights.slot.is_none() || !self.options.double_buffer) {
+        let keep = weights.expected && matches!(weights.reshard, Reshard::Never);
+        if weights.users == 0 && (weights.slot.is_none() || !self.options.double_buffer) && !keep {
             self.evict(unit)?;
         }
         Ok(())
@@ -191,6 +268,8 @@ impl AllGatherPipeline {
         if self.options.strategy.shards_optim() || self.options.outer.is_some() {
             for weights in &mut self.units {
                 weights.status = Status::Sharded;
+                weights.expected = false;
+                weights.kept.clear();
                 weights.frozen_gathered &= !loaded;
                 weights.outer_stale = !loaded;
             }
@@ -210,7 +289,10 @@ impl AllGatherPipeline {
     }
 
     fn prefetch(&mut self, groups: &[GroupBuffers], pass: Pass, moment: Moment) -> Result<(), CommError> {
-        let depth = self.options.prefetch;
+        let depth = match pass {
+            Pass::Forward => self.options.prefetch.forward,
+            Pass::Backward => self.options.prefetch.backward,
+        };
         let next: Vec<usize> = self.order(pass).upcoming().take(depth).collect();
         for unit in next {
             let resident: usize = self.units[1..].iter().filter(|u| u.slot.is_some()).map(|u| u.numel).sum();
@@ -247,6 +329,9 @@ impl AllGatherPipeline {
             }
         }
         self.launch_outer(groups, unit, moment)?;
+        if !self.units[unit].kept.is_empty() {
+            return self.launch_within(unit, moment);
+        }
         let weights = &self.units[unit];
         let in_place = !self.options.strategy.shards_params();
         let parts: Vec<Gather> = weights
@@ -271,6 +356,22 @@ impl AllGatherPipeline {
         let event = gather.record();
         let weights = &mut self.units[unit];
         (weights.status, weights.frozen_gathered) = (Status::InFlight(event), true);
+        Ok(())
+    }
+
+    /// Gathers, within a group of neighbours, what they have kept of the weights since the forward.
+    fn launch_within(&mut self, unit: usize, moment: Moment) -> Result<(), CommError> {
+        let weights = &mut self.units[unit];
+        let Reshard::Within(neighbours) = &weights.reshard else { return Ok(()) };
+        let kept = std::mem::take(&mut weights.kept);
+        let parts = kept.into_iter().zip(&weights.full);
+        let parts: Vec<Gather> = parts.map(|(send, recv)| Gather { send, recv: recv.clone() }).collect();
+        let (gather, path) = (&self.streams.gather, &weights.path);
+        gather.wait(&self.streams.compute.record())?;
+        self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
+            neighbours.all_gather(&**gather, moment.tag(path), parts)
+        })?;
+        weights.status = Status::InFlight(gather.record());
         Ok(())
     }
 
@@ -330,6 +431,18 @@ impl AllGatherPipeline {
         }
         weights.status = Status::Sharded;
         let full = std::mem::take(&mut weights.full);
+        if let Reshard::Within(neighbours) = &weights.reshard
+            && weights.expected
+            && weights.kept.is_empty()
+        {
+            let (rank, ranks) = (neighbours.rank(), neighbours.size());
+            for slice in &full {
+                let len = slice.len() / ranks;
+                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len);
+                cast(&*self.streams.compute, &slice.range(rank * len..(rank + 1) * len), &kept)?;
+                weights.kept.push(kept);
+            }
+        }
         let Some(slot) = weights.slot.take() else {
             return Ok(());
         };

@@ -1,5 +1,7 @@
 //! Reduces the gradients of units behind their birth.
 //!
+//! What is reduced when depends on the [`Sync`] of the microbatch.
+//!
 //! ZeRO-2 and 3: a unit's gradients are written into a bucket of a fixed pool, two buckets for each class of
 //! equally shaped units, and the reduce-scatter accumulates into the main-gradient shard; the bucket is
 //! written again once that is done. ZeRO-0 and 1: gradients are written (or added) straight into the whole
@@ -41,6 +43,17 @@ pub(crate) struct ReduceOptions {
     pub outer: Option<Outer>,
 }
 
+/// Which reductions follow a microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sync {
+    /// None: whole gradients stay on the rank and the next microbatch adds to them.
+    Nothing,
+    /// Those that the strategy asks for in every microbatch.
+    Microbatch,
+    /// All: it is the last microbatch of its step.
+    Step,
+}
+
 /// Where the gradients of one group are to be written.
 #[derive(Clone, Debug)]
 pub(crate) struct GradTarget {
@@ -55,6 +68,8 @@ struct UnitGrads {
     /// Trainable groups.
     groups: Vec<usize>,
     open: Option<(Option<SlotId>, Vec<GradTarget>)>,
+    /// What is open is written to in this backward.
+    in_use: bool,
     /// The main gradients hold a contribution of this step.
     accumulated: bool,
     /// ZeRO-0 and 1: they were reduced.
@@ -95,6 +110,7 @@ impl GradReducePipeline {
                     path,
                     groups: buckets,
                     open: None,
+                    in_use: false,
                     accumulated: false,
                     synced: false,
                     outer_synced: false,
@@ -110,6 +126,7 @@ impl GradReducePipeline {
             account.clone(),
             Category::ReducePool,
             shapes.collect(),
+            |unit| unit == 0,
             options.depth,
             options.double_buffer,
         );
@@ -123,6 +140,7 @@ impl GradReducePipeline {
         groups: &[GroupBuffers],
         unit: usize,
     ) -> Result<Vec<GradTarget>, CommError> {
+        self.units[unit].in_use = true;
         if let Some((_, targets)) = &self.units[unit].open {
             return Ok(targets.clone());
         }
@@ -152,20 +170,27 @@ impl GradReducePipeline {
     }
 
     /// The unit's gradients are complete for this microbatch: every element of its targets is written.
-    /// Reduces them, or keeps them for the last microbatch where the strategy says so.
+    /// Reduces them, or keeps them for a later microbatch.
     pub(crate) fn reduce(
         &mut self,
         groups: &[GroupBuffers],
         unit: usize,
-        last_microbatch: bool,
+        sync: Sync,
         moment: Moment,
     ) -> Result<(), CommError> {
-        let Some((slot, targets)) = self.units[unit].open.take() else {
+        let state = &mut self.units[unit];
+        state.in_use = false;
+        let sharded = self.options.strategy.shards_grads();
+        if let (true, Sync::Nothing, Some((_, targets))) = (sharded, sync, &mut state.open) {
+            targets.iter_mut().for_each(|target| target.fresh = false);
+            return Ok(());
+        }
+        let Some((slot, targets)) = state.open.take() else {
             return Ok(());
         };
         let add = self.units[unit].accumulated;
         self.units[unit].accumulated = true;
-        if self.options.strategy.shards_grads() {
+        if sharded {
             let parts = targets.into_iter().map(|target| Reduce {
                 recv: main_grad(groups, target.group).shard(),
                 send: target.bucket,
@@ -174,10 +199,10 @@ impl GradReducePipeline {
             });
             self.launch_reduce_scatter(unit, parts.collect(), moment)?;
             self.give_back(slot);
-        } else if last_microbatch {
+        } else if sync == Sync::Step {
             self.reduce_whole(groups, unit, moment)?;
         }
-        if last_microbatch { self.reduce_outer(groups, unit, moment) } else { Ok(()) }
+        if sync == Sync::Step { self.reduce_outer(groups, unit, moment) } else { Ok(()) }
     }
 
     /// End of the last microbatch: reduces the units that have gradients of earlier microbatches only, as far as
@@ -188,6 +213,7 @@ impl GradReducePipeline {
         moment: Moment,
     ) -> Result<(), CommError> {
         for unit in 0..self.units.len() {
+            self.reduce(groups, unit, Sync::Step, moment)?;
             let UnitGrads { accumulated, synced, outer_synced, .. } = self.units[unit];
             if accumulated && !synced && !self.options.strategy.shards_grads() {
                 self.reduce_whole(groups, unit, moment)?;
@@ -210,9 +236,9 @@ impl GradReducePipeline {
         self.units[unit].accumulated
     }
 
-    /// Units whose targets are open.
-    pub(crate) fn open_units(&self) -> Vec<usize> {
-        (0..self.units.len()).filter(|&unit| self.units[unit].open.is_some()).collect()
+    /// Units whose targets are written to in this backward.
+    pub(crate) fn units_in_use(&self) -> Vec<usize> {
+        (0..self.units.len()).filter(|&unit| self.units[unit].in_use).collect()
     }
 
     /// The compute stream waits for all reductions launched so far.
@@ -231,6 +257,7 @@ impl GradReducePipeline {
     /// Gives up targets that an error left open.
     pub(crate) fn abandon(&mut self) {
         for unit in 0..self.units.len() {
+            self.units[unit].in_use = false;
             if let Some((slot, _)) = self.units[unit].open.take() {
                 self.give_back_now(slot);
             }

@@ -7,8 +7,8 @@ mod order;
 
 use std::sync::Arc;
 
-pub(crate) use all_gather::{AllGatherPipeline, GatherOptions, Pass};
-pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions};
+pub(crate) use all_gather::{AllGatherPipeline, GatherOptions, GatherUnit, Pass, Prefetch, Reshard};
+pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions, Sync};
 use order::Order;
 
 use crate::comm::{Phase, Tag};

@@ -163,6 +163,22 @@ impl ParamSpec {
     }
 }
 
+/// What becomes of a unit's whole weights between its forward and its backward, where the strategy shards
+/// parameters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReshardAfterForward {
+    /// Given up when another unit needs the memory; the backward gathers them again from all ranks. The last
+    /// units of a forward, which the pool still holds, are not gathered again.
+    #[default]
+    Always,
+    /// Kept until the backward: a unit of memory of its own for each such unit, and half the gathers.
+    Never,
+    /// Given up but for one part in so many, which a group of so many neighbouring ranks holds together: the
+    /// backward gathers within that group. The number must divide that of the ranks that share the shards.
+    Ranks(usize),
+}
+
 /// What the outer data-parallel ranks (`dp_outer`: replicas of the sharded model) share of the state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
