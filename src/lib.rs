@@ -57,6 +57,8 @@
 // Lets the derive's absolute paths resolve inside this crate too.
 extern crate self as fsdp;
 
+mod assert_fits;
+
 pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{

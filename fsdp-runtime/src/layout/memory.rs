@@ -26,56 +26,110 @@ pub struct MemoryPlan {
     pub reduce_pool: u64,
 }
 
+/// Units of one shape class whose whole buffers exist at a time: one in use, one in flight.
+pub(super) const POOLED_UNITS: usize = 2;
+
+/// What a bucket's memory depends on.
+pub(super) struct PooledBucket {
+    pub(super) dtype: Dtype,
+    pub(super) requires_grad: bool,
+    /// Elements of the whole.
+    pub(super) size: usize,
+    /// Elements of one shard.
+    pub(super) shard_len: usize,
+}
+
+impl PooledBucket {
+    fn of(bucket: &BucketLayout) -> PooledBucket {
+        PooledBucket {
+            dtype: bucket.key.dtype,
+            requires_grad: bucket.key.requires_grad,
+            size: bucket.size,
+            shard_len: bucket.shard_len(),
+        }
+    }
+
+    /// Bytes of the whole weights.
+    pub(super) const fn gathered_bytes(&self) -> u64 {
+        self.size as u64 * self.dtype.size() as u64
+    }
+
+    /// Bytes of the unreduced gradients; 0 if it has none.
+    pub(super) const fn unreduced_bytes(&self, wire: Dtype) -> u64 {
+        if self.requires_grad { self.size as u64 * wire.size() as u64 } else { 0 }
+    }
+
+    const fn elements(&self, sharded: bool) -> u64 {
+        if sharded { self.shard_len as u64 } else { self.size as u64 }
+    }
+}
+
 impl MemoryPlan {
+    /// Nothing held.
+    pub const NONE: MemoryPlan = MemoryPlan {
+        model_weights: 0,
+        main_weights: 0,
+        main_grads: 0,
+        optimizer_state: 0,
+        gather_pool: 0,
+        reduce_pool: 0,
+    };
+
     /// Plans `layout` under `strategy`, gradients being reduced in `wire`.
     pub fn new(layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
-        let mut plan = MemoryPlan::default();
+        let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
-            let elements = |sharded| if sharded { bucket.shard_len() } else { bucket.size } as u64;
-            let dtype = bucket.key.dtype;
-            plan.model_weights += elements(strategy.shards_params()) * dtype.size() as u64;
-            if bucket.key.requires_grad {
-                let state = elements(strategy.shards_optim()) * 4;
-                plan.optimizer_state += state;
-                plan.main_weights += if dtype == Dtype::F32 { 0 } else { state };
-                plan.main_grads += elements(strategy.shards_grads()) * 4;
-            }
+            plan.add(&PooledBucket::of(bucket), strategy, 1);
         }
         if strategy.shards_params() {
-            plan.gather_pool = pool_bound(layout, |_| true, |bucket| bucket.bytes() as u64);
+            plan.gather_pool = pool_bound(layout, |_| true, PooledBucket::gathered_bytes);
         }
         if strategy.shards_grads() {
-            let bytes = |bucket: &BucketLayout| bucket.size as u64 * wire.size() as u64;
-            plan.reduce_pool = pool_bound(layout, |bucket| bucket.key.requires_grad, bytes);
+            plan.reduce_pool =
+                pool_bound(layout, |bucket| bucket.requires_grad, |bucket| bucket.unreduced_bytes(wire));
         }
         plan
     }
 
+    /// Adds what stays of `times` such buckets.
+    pub(super) const fn add(&mut self, bucket: &PooledBucket, strategy: Strategy, times: u64) {
+        let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
+        self.model_weights += times * weights;
+        if bucket.requires_grad {
+            let state = times * bucket.elements(strategy.shards_optim()) * 4;
+            self.optimizer_state += state;
+            self.main_weights += if matches!(bucket.dtype, Dtype::F32) { 0 } else { state };
+            self.main_grads += times * bucket.elements(strategy.shards_grads()) * 4;
+        }
+    }
+
     /// Bytes that stay for the whole run, with an optimizer of `state_buffers` f32 buffers.
-    pub fn persistent(&self, state_buffers: usize) -> u64 {
+    pub const fn persistent(&self, state_buffers: usize) -> u64 {
         self.model_weights + self.main_weights + self.main_grads + self.optimizer_state * state_buffers as u64
+    }
+
+    /// The same and the pools: all bytes of a rank but activations and what the program itself allocates.
+    pub const fn total(&self, state_buffers: usize) -> u64 {
+        self.persistent(state_buffers) + self.gather_pool + self.reduce_pool
     }
 }
 
 fn pool_bound(
     layout: &ModelLayout,
-    counts: impl Fn(&BucketLayout) -> bool,
-    bytes: impl Fn(&BucketLayout) -> u64,
+    counts: impl Fn(&PooledBucket) -> bool,
+    bytes: impl Fn(&PooledBucket) -> u64,
 ) -> u64 {
     let buckets = |unit: usize| {
-        layout.units[unit]
-            .buckets
-            .iter()
-            .map(|&bucket| &layout.buckets[bucket])
-            .filter(|bucket| counts(bucket))
+        let buckets = layout.units[unit].buckets.iter();
+        buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket])).filter(&counts)
     };
-    let unit_bytes = |unit: usize| buckets(unit).map(&bytes).sum::<u64>();
+    let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
     let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();
     for unit in 1..layout.units.len() {
-        let class = buckets(unit).map(|bucket| (bucket.key.dtype, bucket.size)).collect();
+        let class = buckets(unit).map(|bucket| (bucket.dtype, bucket.size)).collect();
         units_of_class.entry(class).or_default().push(unit);
     }
-    let pooled = units_of_class.values().flat_map(|units| units.iter().take(2));
+    let pooled = units_of_class.values().flat_map(|units| units.iter().take(POOLED_UNITS));
     unit_bytes(0) + pooled.map(|&unit| unit_bytes(unit)).sum::<u64>()
 }
 
