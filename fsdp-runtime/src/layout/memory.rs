@@ -91,26 +91,31 @@ impl MemoryPlan {
         plan
     }
 
-    /// Adds what stays of `times` such buckets.
+    /// Adds what stays of `times` such buckets. A sum of more than 2^64 bytes stays there.
     pub(super) const fn add(&mut self, bucket: &PooledBucket, strategy: Strategy, times: u64) {
         let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
-        self.model_weights += times * weights;
+        self.model_weights = self.model_weights.saturating_add(weights.saturating_mul(times));
         if bucket.requires_grad {
-            let state = times * bucket.elements(strategy.shards_optim()) * 4;
-            self.optimizer_state += state;
-            self.main_weights += if matches!(bucket.dtype, Dtype::F32) { 0 } else { state };
-            self.main_grads += times * bucket.elements(strategy.shards_grads()) * 4;
+            let state = (bucket.elements(strategy.shards_optim()) * 4).saturating_mul(times);
+            self.optimizer_state = self.optimizer_state.saturating_add(state);
+            if !matches!(bucket.dtype, Dtype::F32) {
+                self.main_weights = self.main_weights.saturating_add(state);
+            }
+            let grads = bucket.elements(strategy.shards_grads()) * 4;
+            self.main_grads = self.main_grads.saturating_add(grads.saturating_mul(times));
         }
     }
 
     /// Bytes that stay for the whole run, with an optimizer of `state_buffers` f32 buffers.
     pub const fn persistent(&self, state_buffers: usize) -> u64 {
-        self.model_weights + self.main_weights + self.main_grads + self.optimizer_state * state_buffers as u64
+        let weights = self.model_weights.saturating_add(self.main_weights).saturating_add(self.main_grads);
+        weights.saturating_add(self.optimizer_state.saturating_mul(state_buffers as u64))
     }
 
     /// The same and the pools: all bytes of a rank but activations and what the program itself allocates.
     pub const fn total(&self, state_buffers: usize) -> u64 {
-        self.persistent(state_buffers) + self.gather_pool + self.reduce_pool
+        let pools = self.gather_pool.saturating_add(self.reduce_pool);
+        self.persistent(state_buffers).saturating_add(pools)
     }
 }
 

@@ -64,7 +64,7 @@ const fn describe(message: &mut Message, plan: &MemoryPlan, optimizer_states: us
         ("model weights ", plan.model_weights),
         ("main weights ", plan.main_weights),
         ("main gradients ", plan.main_grads),
-        ("optimizer state ", plan.optimizer_state * optimizer_states as u64),
+        ("optimizer state ", plan.optimizer_state.saturating_mul(optimizer_states as u64)),
         ("gather pool ", plan.gather_pool),
         ("reduce pool ", plan.reduce_pool),
     ];
