@@ -57,6 +57,8 @@
 // Lets the derive's absolute paths resolve inside this crate too.
 extern crate self as fsdp;
 
+mod assert_fits;
+
 pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{
@@ -74,7 +76,7 @@ pub mod prelude {
     pub use crate::launch;
     pub use crate::layout::ShardAlignment;
     pub use crate::optim::{AdamW, CosineSchedule, Sgd};
-    pub use crate::spec::{Dtype, OuterStrategy, Strategy};
+    pub use crate::spec::{Dtype, OuterStrategy, ReshardAfterForward, Strategy};
     pub use crate::{
         Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,
         Recompute, Scope, ShardedOptimizer, Unit,

@@ -44,8 +44,10 @@ pub use spec::MixedPrecision;
 #[doc(hidden)]
 pub mod __private {
     pub use core::option::Option::Some;
+    pub use core::stringify;
 
     pub use crate::Init;
-    pub use crate::engine::{Buffer, FsdpUnit, Shaped, Walker};
+    pub use crate::engine::{Buffer, FsdpUnit, Shaped, Walker, assert_fits, check_tp_size};
+    pub use crate::layout::FitOptions;
     pub use crate::spec::{Attrs, Dtype, Field, TpPlacement, Tree};
 }

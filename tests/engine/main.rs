@@ -15,4 +15,5 @@ mod mixed_precision;
 mod optimizer_state;
 mod overlap;
 mod recompute;
+mod resharding;
 mod tied;

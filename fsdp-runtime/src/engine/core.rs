@@ -73,6 +73,8 @@ pub(crate) struct State {
     pub step: u64,
     /// What is reduced after the next backward.
     pub sync: Sync,
+    /// A microbatch was run that reduces nothing.
+    pub kept_gradients: bool,
     /// The root is unsharded from a forward on, until its backward.
     root_held: bool,
     /// Counts changes of the weights: a backward must see those of its forward.
@@ -138,6 +140,7 @@ impl Engine {
             training: TrainingState::Idle,
             step: 0,
             sync: Sync::Step,
+            kept_gradients: false,
             root_held: false,
             weights_version: 0,
             forward_version: None,

@@ -191,7 +191,9 @@ impl<M> Fsdp<M> {
     /// they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
     /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
-        self.engine.state.lock().sync = Sync::Nothing;
+        let mut state = self.engine.state.lock();
+        (state.sync, state.kept_gradients) = (Sync::Nothing, true);
+        drop(state);
         NoSync { engine: &self.engine }
     }
 

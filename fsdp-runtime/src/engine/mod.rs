@@ -2,6 +2,7 @@
 
 mod collect;
 mod config;
+mod constant;
 mod core;
 mod forward;
 mod fsdp;
@@ -16,6 +17,7 @@ mod sink;
 mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};
+pub use constant::{assert_fits, check_tp_size};
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use module::{Buffer, FsdpUnit, Shaped, Tie, Visitor, Walker};

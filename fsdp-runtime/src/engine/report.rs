@@ -68,10 +68,12 @@ impl<M> Fsdp<M> {
         units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
     }
 
-    /// What the layout says this rank holds.
+    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
-        MemoryPlan::new(&engine.layout, engine.strategy, engine.config.precision.reduce)
+        let (layout, strategy, wire) = (&engine.layout, engine.strategy, engine.config.precision.reduce);
+        let plan = MemoryPlan::new(layout, strategy, wire).with_reshard(layout, strategy, &engine.reshard);
+        if engine.state.lock().kept_gradients { plan.with_no_sync(layout, strategy, wire) } else { plan }
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers

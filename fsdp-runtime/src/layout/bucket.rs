@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{ITEM_ALIGNMENT_BYTES, ShardAlignment};
-use crate::spec::{Dtype, GroupKey, Strategy};
+use crate::spec::{Dtype, GroupKey};
 
 /// A parameter's place in its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,17 +81,6 @@ impl BucketLayout {
         let len = self.shard_len() / self.outer;
         let start = rank * self.shard_len() + outer * len;
         start..start + len
-    }
-
-    /// Elements that one rank's optimizer updates.
-    pub const fn owned_len(&self, strategy: Strategy) -> usize {
-        if self.outer > 1 {
-            self.shard_len() / self.outer
-        } else if strategy.shards_optim() {
-            self.shard_len()
-        } else {
-            self.size
-        }
     }
 
     /// The part of item `item` (an index into `items`) in the shard of `rank`.

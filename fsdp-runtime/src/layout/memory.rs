@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{BucketLayout, ModelLayout};
-use crate::spec::{Dtype, Strategy};
+use crate::spec::{Dtype, ReshardAfterForward, Strategy};
 
 /// Bytes per rank: persistent buffers by category, exact, and upper bounds of the pools of whole buffers.
 ///
@@ -23,61 +23,181 @@ pub struct MemoryPlan {
     /// class has one unit) and the root. 0 where weights are held whole anyway.
     pub gather_pool: u64,
     /// Bound of the unreduced gradients that are held at a time: likewise, over trainable buckets, in the
-    /// wire dtype. 0 where gradients are held whole anyway.
+    /// wire dtype. 0 where gradients are held whole, in the wire dtype: they are reduced in place.
     pub reduce_pool: u64,
 }
 
+/// Unreduced gradients are in buckets of their own, not in the main gradients.
+pub(super) const fn needs_wire_buckets(strategy: Strategy, wire: Dtype) -> bool {
+    strategy.shards_grads() || !matches!(wire, Dtype::F32)
+}
+
+/// Units of one shape class whose whole buffers exist at a time: one in use, one in flight.
+pub(super) const POOLED_UNITS: usize = 2;
+
+/// What a bucket's memory depends on.
+pub(super) struct PooledBucket {
+    pub(super) dtype: Dtype,
+    pub(super) requires_grad: bool,
+    /// Elements of the whole.
+    pub(super) size: usize,
+    /// Elements of one shard.
+    pub(super) shard_len: usize,
+    /// Outer ranks that cut the optimizer's part of a shard.
+    pub(super) outer: usize,
+}
+
+impl PooledBucket {
+    fn of(bucket: &BucketLayout) -> PooledBucket {
+        PooledBucket {
+            dtype: bucket.key.dtype,
+            requires_grad: bucket.key.requires_grad,
+            size: bucket.size,
+            shard_len: bucket.shard_len(),
+            outer: bucket.outer,
+        }
+    }
+
+    /// Bytes of the whole weights.
+    pub(super) const fn gathered_bytes(&self) -> u64 {
+        self.size as u64 * self.dtype.size() as u64
+    }
+
+    /// Bytes of the unreduced gradients; 0 if it has none.
+    pub(super) const fn unreduced_bytes(&self, wire: Dtype) -> u64 {
+        if self.requires_grad { self.size as u64 * wire.size() as u64 } else { 0 }
+    }
+
+    /// Elements that the optimizer updates.
+    const fn owned(&self, strategy: Strategy) -> u64 {
+        if self.outer > 1 {
+            (self.shard_len / self.outer) as u64
+        } else {
+            self.elements(strategy.shards_optim())
+        }
+    }
+
+    const fn elements(&self, sharded: bool) -> u64 {
+        if sharded { self.shard_len as u64 } else { self.size as u64 }
+    }
+}
+
 impl MemoryPlan {
+    /// Nothing held.
+    pub const NONE: MemoryPlan = MemoryPlan {
+        model_weights: 0,
+        main_weights: 0,
+        main_grads: 0,
+        optimizer_state: 0,
+        gather_pool: 0,
+        reduce_pool: 0,
+    };
+
+    /// The same where units do otherwise with their whole weights between forward and backward: `reshard` has
+    /// the answer of each unit of `layout`, the root's does not matter.
+    #[must_use]
+    pub fn with_reshard(
+        self,
+        layout: &ModelLayout,
+        strategy: Strategy,
+        reshard: &[ReshardAfterForward],
+    ) -> MemoryPlan {
+        if !strategy.shards_params() {
+            return self;
+        }
+        let all = |_: &PooledBucket| true;
+        let kept_whole =
+            |unit: usize| matches!(reshard[unit], ReshardAfterForward::Never | ReshardAfterForward::Ranks(1));
+        let pooled = pool_bound(layout, kept_whole, all, PooledBucket::gathered_bytes);
+        let kept = |unit: usize| {
+            let parts = match reshard[unit] {
+                ReshardAfterForward::Ranks(parts) if unit > 0 && parts > 1 => parts as u64,
+                _ => return 0,
+            };
+            let buckets = layout.units[unit].buckets.iter();
+            buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket]).gathered_bytes() / parts).sum()
+        };
+        let kept: u64 = (0..layout.units.len()).map(kept).sum();
+        MemoryPlan { gather_pool: pooled + kept, ..self }
+    }
+
+    /// The same with microbatches whose gradients are not reduced (`no_sync`): those of every unit are held whole.
+    #[must_use]
+    pub fn with_no_sync(self, layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
+        if !strategy.shards_grads() {
+            return self;
+        }
+        let buckets = layout.buckets.iter().map(|bucket| PooledBucket::of(bucket).unreduced_bytes(wire));
+        MemoryPlan { reduce_pool: buckets.sum(), ..self }
+    }
+
     /// Plans `layout` under `strategy`, gradients being reduced in `wire`.
     pub fn new(layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
-        let mut plan = MemoryPlan::default();
+        let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
-            let elements = |sharded| if sharded { bucket.shard_len() } else { bucket.size } as u64;
-            let dtype = bucket.key.dtype;
-            plan.model_weights += elements(strategy.shards_params()) * dtype.size() as u64;
-            if bucket.key.requires_grad {
-                let state = bucket.owned_len(strategy) as u64 * 4;
-                plan.optimizer_state += state;
-                plan.main_weights += if dtype == Dtype::F32 { 0 } else { state };
-                plan.main_grads += elements(strategy.shards_grads()) * 4;
-            }
+            plan.add(&PooledBucket::of(bucket), strategy, 1);
         }
         if strategy.shards_params() {
-            plan.gather_pool = pool_bound(layout, |_| true, |bucket| bucket.bytes() as u64);
+            plan.gather_pool = pool_bound(layout, |_| false, |_| true, PooledBucket::gathered_bytes);
         }
-        if strategy.shards_grads() {
-            let bytes = |bucket: &BucketLayout| bucket.size as u64 * wire.size() as u64;
-            plan.reduce_pool = pool_bound(layout, |bucket| bucket.key.requires_grad, bytes);
+        if needs_wire_buckets(strategy, wire) {
+            plan.reduce_pool = pool_bound(
+                layout,
+                |_| false,
+                |bucket| bucket.requires_grad,
+                |bucket| bucket.unreduced_bytes(wire),
+            );
         }
         plan
     }
 
+    /// Adds what stays of `times` such buckets. A sum of more than 2^64 bytes stays there.
+    pub(super) const fn add(&mut self, bucket: &PooledBucket, strategy: Strategy, times: u64) {
+        let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
+        self.model_weights = self.model_weights.saturating_add(weights.saturating_mul(times));
+        if bucket.requires_grad {
+            let state = (bucket.owned(strategy) * 4).saturating_mul(times);
+            self.optimizer_state = self.optimizer_state.saturating_add(state);
+            if !matches!(bucket.dtype, Dtype::F32) {
+                self.main_weights = self.main_weights.saturating_add(state);
+            }
+            let grads = bucket.elements(strategy.shards_grads()) * 4;
+            self.main_grads = self.main_grads.saturating_add(grads.saturating_mul(times));
+        }
+    }
+
     /// Bytes that stay for the whole run, with an optimizer of `state_buffers` f32 buffers.
-    pub fn persistent(&self, state_buffers: usize) -> u64 {
-        self.model_weights + self.main_weights + self.main_grads + self.optimizer_state * state_buffers as u64
+    pub const fn persistent(&self, state_buffers: usize) -> u64 {
+        let weights = self.model_weights.saturating_add(self.main_weights).saturating_add(self.main_grads);
+        weights.saturating_add(self.optimizer_state.saturating_mul(state_buffers as u64))
+    }
+
+    /// The same and the pools: all bytes of a rank but activations and what the program itself allocates.
+    pub const fn total(&self, state_buffers: usize) -> u64 {
+        let pools = self.gather_pool.saturating_add(self.reduce_pool);
+        self.persistent(state_buffers).saturating_add(pools)
     }
 }
 
 fn pool_bound(
     layout: &ModelLayout,
-    counts: impl Fn(&BucketLayout) -> bool,
-    bytes: impl Fn(&BucketLayout) -> u64,
+    alone: impl Fn(usize) -> bool,
+    counts: impl Fn(&PooledBucket) -> bool,
+    bytes: impl Fn(&PooledBucket) -> u64,
 ) -> u64 {
     let buckets = |unit: usize| {
-        layout.units[unit]
-            .buckets
-            .iter()
-            .map(|&bucket| &layout.buckets[bucket])
-            .filter(|bucket| counts(bucket))
+        let buckets = layout.units[unit].buckets.iter();
+        buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket])).filter(&counts)
     };
-    let unit_bytes = |unit: usize| buckets(unit).map(&bytes).sum::<u64>();
+    let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
     let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();
-    for unit in 1..layout.units.len() {
-        let class = buckets(unit).map(|bucket| (bucket.key.dtype, bucket.size)).collect();
+    for unit in (1..layout.units.len()).filter(|&unit| !alone(unit)) {
+        let class = buckets(unit).map(|bucket| (bucket.dtype, bucket.size)).collect();
         units_of_class.entry(class).or_default().push(unit);
     }
-    let pooled = units_of_class.values().flat_map(|units| units.iter().take(2));
-    unit_bytes(0) + pooled.map(|&unit| unit_bytes(unit)).sum::<u64>()
+    let pooled = units_of_class.values().flat_map(|units| units.iter().take(POOLED_UNITS));
+    let whole = (1..layout.units.len()).filter(|&unit| alone(unit)).map(unit_bytes).sum::<u64>();
+    unit_bytes(0) + whole + pooled.map(|&unit| unit_bytes(unit)).sum::<u64>()
 }
 
 #[cfg(test)]

@@ -15,11 +15,14 @@ mod error;
 mod memory;
 mod model;
 mod row;
+mod static_layout;
 
 pub use bucket::{BucketLayout, Item, ItemShard, element_bucket_size};
 pub use error::LayoutError;
 pub use memory::MemoryPlan;
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
+pub use static_layout::{FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit};
+pub(crate) use static_layout::{check_tp_size, require_fit};
 
 /// Start alignment of items under [`ShardAlignment::Element`], in bytes: a cache line, and the widest vector
 /// register.
