@@ -199,3 +199,55 @@ fn a_starved_parameter_is_named() {
         });
     }
 }
+
+#[test]
+fn a_rank_without_work_for_a_unit_contributes_zeros() {
+    /// `x + w`
+    #[derive(FsdpUnit)]
+    struct Shift {
+        w: Param,
+    }
+
+    impl Forward for Shift {
+        fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+            x + self.w.tensor(scope)?
+        }
+    }
+
+    /// Rank 0 uses `a`; both use `b`.
+    #[derive(FsdpUnit)]
+    struct Model {
+        a: Unit<Shift>,
+        b: Unit<Shift>,
+    }
+
+    impl Forward<usize> for Model {
+        fn forward(&self, x: &Tensor, rank: &usize, scope: &Scope<'_>) -> Result<Tensor> {
+            let x = match rank {
+                0 => self.a.forward(x, &(), scope)?,
+                _ => self.a.contribute_zero(x, scope)?,
+            };
+            self.b.forward(&x, &(), scope)?.sum_all()
+        }
+    }
+
+    for strategy in Strategy::ALL {
+        for recompute in [Recompute::None, Recompute::Unit] {
+            on_ranks(2, |world| {
+                let config = FsdpConfig { recompute, ..config(strategy) };
+                let shift = || Unit::new(Shift { w: Param::new(3).with_init(Init::Zeros) });
+                let model = Model { a: shift(), b: shift() };
+                let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                for _ in 0..2 {
+                    let loss: Tensor = model.forward_with(&full(3, 4.0), &world.rank())?;
+                    model.backward(&loss)?;
+                    assert_eq!(gradients(&model)?, named(&[("a.w", &[0.5; 3]), ("b.w", &[1.0; 3])]));
+                    optimizer.step(&mut model)?;
+                }
+                assert_eq!(weights(&model)?, named(&[("a.w", &[-1.0; 3]), ("b.w", &[-2.0; 3])]));
+                Ok(())
+            });
+        }
+    }
+}

@@ -8,6 +8,7 @@ mod declarations;
 mod failures;
 mod fixtures;
 mod frozen_and_unused;
+mod full_params;
 mod hsdp;
 mod layout_and_padding;
 mod memory;

@@ -18,7 +18,7 @@ use crate::device::{Fill, fill};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::memory::{Account, Aliases};
-use crate::pipeline::{AllGatherPipeline, GradReducePipeline, Moment, Pass, Streams, Sync};
+use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::spec::{ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
@@ -422,14 +422,14 @@ impl Engine {
         }
     }
 
-    /// The shards have changed, those of frozen groups too if `loaded`, else by an optimizer step: whatever was
-    /// gathered is given up, and a forward whose backward is still to come is void.
-    pub(crate) fn weights_changed(&self, loaded: bool) -> Result<(), CommError> {
+    /// The shards have changed: whatever was gathered is given up, and a forward whose backward is still to come is
+    /// void.
+    pub(crate) fn weights_changed(&self, change: Change) -> Result<(), CommError> {
         let mut state = self.state.lock();
         let state = &mut *state;
         Self::release_root(state);
         state.gather.reset()?;
-        state.gather.mark_stale(loaded);
+        state.gather.mark_stale(change);
         state.weights_version += 1;
         Ok(())
     }

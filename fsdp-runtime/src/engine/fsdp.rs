@@ -340,6 +340,18 @@ impl<M> Fsdp<M> {
     pub fn visit_gradients(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
         self.engine.visit_gradients(visit)
     }
+
+    /// The same for the parameters of one unit; the empty path is the root.
+    ///
+    /// # Errors
+    /// If there is no unit of this path, and as for [`Fsdp::visit_gradients`].
+    pub fn visit_unit_gradients(
+        &self,
+        unit: &str,
+        visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.engine.visit_unit_gradients(self.engine.unit_named(unit)?, visit)
+    }
 }
 
 /// See [`Fsdp::no_sync`].

@@ -5,6 +5,7 @@ use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::{Gather, HostOp, Phase, Tag};
 use crate::device::{Slice, cast};
 use crate::error::{Error, Result};
+use crate::pipeline::Change;
 use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
@@ -12,9 +13,18 @@ impl Engine {
         &self,
         mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
+        (0..self.units.len()).try_for_each(|unit| self.visit_unit_weights(unit, &mut visit))
+    }
+
+    pub(crate) fn visit_unit_weights(
+        &self,
+        unit: usize,
+        mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
         self.settle()?;
         let tag = self.tag("weights", Phase::Setup);
-        for group in &self.groups {
+        for &group in &self.units[unit].groups {
+            let group = &self.groups[group];
             self.visit_bucket(group, group.optimizer_weight(), &tag, &mut visit)?;
         }
         Ok(())
@@ -24,17 +34,23 @@ impl Engine {
         &self,
         mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
+        (0..self.units.len()).try_for_each(|unit| self.visit_unit_gradients(unit, &mut visit))
+    }
+
+    pub(crate) fn visit_unit_gradients(
+        &self,
+        unit: usize,
+        mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
+    ) -> Result<()> {
         self.finish_grad_sync()?;
+        if !self.state.lock().reduce.has_gradient(unit) {
+            return Ok(());
+        }
         let tag = self.tag("gradients", Phase::Optimizer);
-        for (unit, info) in self.units.iter().enumerate() {
-            if !self.state.lock().reduce.has_gradient(unit) {
-                continue;
-            }
-            for &group in &info.groups {
-                let group = &self.groups[group];
-                if let Some(grads) = &group.main_grad {
-                    self.visit_bucket(group, grads, &tag, &mut visit)?;
-                }
+        for &group in &self.units[unit].groups {
+            let group = &self.groups[group];
+            if let Some(grads) = &group.main_grad {
+                self.visit_bucket(group, grads, &tag, &mut visit)?;
             }
         }
         Ok(())
@@ -85,7 +101,7 @@ impl Engine {
                 cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.held()))?;
             }
         }
-        Ok(self.weights_changed(false)?)
+        Ok(self.weights_changed(Change::Step)?)
     }
 
     pub(crate) fn parameters_without_gradient(&self) -> Result<Vec<String>> {

@@ -19,7 +19,7 @@ use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{
-    AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
+    AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
     Reshard, Streams,
 };
 use crate::spec::{Dtype, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
@@ -430,10 +430,20 @@ impl Engine {
     /// for each part of a parameter. Both the main weights and the model weights get them.
     pub(crate) fn fill_weights(
         &self,
+        write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.fill_unit_weights(None, write)
+    }
+
+    /// The same for one unit, or for all of them.
+    pub(crate) fn fill_unit_weights(
+        &self,
+        unit: Option<usize>,
         mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         let compute = &*self.streams.compute;
-        for group in &self.groups {
+        for group in self.groups.iter().filter(|group| unit.is_none_or(|unit| group.layout.key.unit == unit))
+        {
             let extent =
                 if self.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
             for item in &group.layout.items {
@@ -460,6 +470,6 @@ impl Engine {
                 cast(compute, &values, &group.model_weight.part(start..end))?;
             }
         }
-        Ok(self.weights_changed(true)?)
+        Ok(self.weights_changed(Change::Loaded(unit))?)
     }
 }

@@ -130,6 +130,29 @@ impl<T> Unit<T> {
         I: Tensors + 'static,
         O: Tensors + 'static,
     {
+        self.run(self.module.clone(), input, context, scope)
+    }
+
+    /// Takes part in the unit's collectives without running it, for a rank that has nothing for the unit to do
+    /// while others have: an expert that no token of this rank was routed to, for instance. Returns `input` as it
+    /// is; in the backward the rank contributes zeros to the unit's gradients.
+    ///
+    /// Each rank must call either this or [`Unit::forward`], at the same place among the units, and the loss must
+    /// depend on what it returns (multiplied by zero, candle would leave it out of the backward).
+    ///
+    /// # Errors
+    /// As for [`Unit::forward`].
+    pub fn contribute_zero(&self, input: &Tensor, scope: &Scope<'_>) -> Result<Tensor> {
+        self.run(Arc::new(PassThrough), input, &(), scope)
+    }
+
+    fn run<N, C, I, O>(&self, module: Arc<N>, input: &I, context: &C, scope: &Scope<'_>) -> Result<O>
+    where
+        N: Forward<C, I, O> + Send + Sync + 'static,
+        C: Clone + Send + Sync + 'static,
+        I: Tensors + 'static,
+        O: Tensors + 'static,
+    {
         let outer = scope.frame();
         let Some(bound) = self.cell.bound.get().filter(|bound| bound.engine.id() == outer.engine.id()) else {
             candle_core::bail!(
@@ -141,7 +164,7 @@ impl<T> Unit<T> {
         let mut enclosing = outer.enclosing.clone();
         enclosing.push(outer.unit);
         let run = Run {
-            module: self.module.clone(),
+            module,
             context: context.clone(),
             engine: bound.engine.clone(),
             unit: bound.unit,
@@ -184,6 +207,15 @@ impl<T> Unit<T> {
         };
         let output = packed.apply_op2(&bound.anchor, boundary)?;
         O::unpack(&output, &output_shapes)
+    }
+}
+
+/// Stands in for a unit's module on a rank that contributes nothing.
+struct PassThrough;
+
+impl Forward for PassThrough {
+    fn forward(&self, input: &Tensor, _: &(), _: &Scope<'_>) -> Result<Tensor> {
+        Ok(input.clone())
     }
 }
 

@@ -43,6 +43,15 @@ pub(crate) struct Prefetch {
     pub backward: usize,
 }
 
+/// How the shards have changed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Change {
+    /// By an optimizer step: each outer rank has changed its part of the trainable ones.
+    Step,
+    /// Each rank has written its whole shard, of one unit or of all.
+    Loaded(Option<usize>),
+}
+
 /// What a unit does with its whole weights between forward and backward.
 #[derive(Clone)]
 pub(crate) enum Reshard {
@@ -161,7 +170,7 @@ impl AllGatherPipeline {
             backward_order: Order::default(),
             clock: 0,
         };
-        pipeline.mark_stale(true);
+        pipeline.mark_stale(Change::Loaded(None));
         pipeline
     }
 
@@ -262,16 +271,20 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// The shards have changed, those of frozen groups too if `loaded`, else each outer rank's part of them by
-    /// an optimizer step: what was gathered is out of date. To be called after [`Self::reset`].
-    pub(crate) fn mark_stale(&mut self, loaded: bool) {
+    /// The shards have changed: what was gathered is out of date. To be called after [`Self::reset`].
+    pub(crate) fn mark_stale(&mut self, change: Change) {
         if self.options.strategy.shards_optim() || self.options.outer.is_some() {
-            for weights in &mut self.units {
+            for (unit, weights) in self.units.iter_mut().enumerate() {
                 weights.status = Status::Sharded;
                 weights.expected = false;
                 weights.kept.clear();
-                weights.frozen_gathered &= !loaded;
-                weights.outer_stale = !loaded;
+                match change {
+                    Change::Step => weights.outer_stale = true,
+                    Change::Loaded(loaded) if loaded.is_none_or(|loaded| loaded == unit) => {
+                        (weights.frozen_gathered, weights.outer_stale) = (false, false);
+                    }
+                    Change::Loaded(_) => {}
+                }
             }
         }
     }

@@ -7,7 +7,7 @@ mod order;
 
 use std::sync::Arc;
 
-pub(crate) use all_gather::{AllGatherPipeline, GatherOptions, GatherUnit, Pass, Prefetch, Reshard};
+pub(crate) use all_gather::{AllGatherPipeline, Change, GatherOptions, GatherUnit, Pass, Prefetch, Reshard};
 pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions, Sync};
 use order::Order;
 

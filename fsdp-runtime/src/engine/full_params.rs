@@ -1,0 +1,129 @@
+//! A unit's parameters whole, on every rank, to look at or to change.
+
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use crate::comm::{CommError, Phase};
+use crate::error::{Error, Result};
+use crate::spec::ParamSpec;
+
+/// What [`Fsdp::with_full_params`] does with changed values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Forgets them.
+    Read,
+    /// Writes them back, if all ranks have the same.
+    Write,
+}
+
+/// One whole parameter.
+#[derive(Clone, Debug)]
+pub struct FullParam {
+    /// Name, shape, group.
+    pub spec: ParamSpec,
+    /// Its elements in row-major order: the main weights where there are any, else the model weights, in f32.
+    pub values: Vec<f32>,
+}
+
+impl<M> Fsdp<M> {
+    /// Gathers the parameters of one unit (the empty path is the root) and hands them, whole, to `with` on every
+    /// rank. With [`Access::Write`] the values are written back afterwards, each rank keeping its shard: main
+    /// weights take them as they are, 16-bit model weights round them. The optimizer's state stays.
+    ///
+    /// ```
+    /// # use fsdp_runtime::{FullyShard, Init, Param, comm::DeviceMesh, engine::Access};
+    /// let model = Param::new(3).with_init(Init::Ones).fully_shard(&DeviceMesh::single())?;
+    /// let sum = model.with_full_params("", Access::Write, |params| {
+    ///     params[0].values[1] = 5.0;
+    ///     Ok(params[0].values.iter().sum::<f32>())
+    /// })?;
+    /// assert_eq!(sum, 7.0);
+    /// # Ok::<(), fsdp_runtime::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there is no unit of this path; those of `with`, on any rank, and those of the gathers. With
+    /// [`Access::Write`] also if a parameter changes its number of elements, or the ranks' values differ, naming
+    /// the parameter and the ranks. Nothing is written if any rank has an error.
+    pub fn with_full_params<T>(
+        &self,
+        unit: &str,
+        access: Access,
+        with: impl FnOnce(&mut [FullParam]) -> Result<T>,
+    ) -> Result<T> {
+        let engine = self.engine();
+        let unit = engine.unit_named(unit)?;
+        let mut params = Vec::new();
+        engine.visit_unit_weights(unit, |spec, values| {
+            params.push(FullParam { spec: spec.clone(), values: values.to_vec() });
+            Ok(())
+        })?;
+        let outcome = with(&mut params);
+        if access == Access::Read {
+            return outcome;
+        }
+        let outcome = outcome.and_then(|value| check_lengths(engine, &params).map(|()| value));
+        engine.agree_on_values(unit, outcome.as_ref().err(), &params)?;
+        let value = outcome?;
+        engine.settle()?;
+        engine.fill_unit_weights(Some(unit), |_, spec, range, out| {
+            let param = params.iter().find(|param| param.spec.name == spec.name);
+            let param = param.expect("all parameters of the unit were gathered");
+            out.copy_from_slice(&param.values[range]);
+            Ok(())
+        })?;
+        Ok(value)
+    }
+}
+
+fn check_lengths(engine: &Engine, params: &[FullParam]) -> Result<()> {
+    for FullParam { spec, values } in params {
+        let numel = engine.layout.params.iter().find(|known| known.name == spec.name).map(ParamSpec::numel);
+        if numel != Some(values.len()) {
+            let message = format!("was given {} values for its shape {:?}", values.len(), spec.shape);
+            return Err(Error::Param { param: spec.name.clone(), message });
+        }
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Makes sure that no rank has an error, and that all have the same values, to the bit.
+    fn agree_on_values(&self, unit: usize, error: Option<&Error>, params: &[FullParam]) -> Result<()> {
+        let own = match error {
+            Some(error) => format!("!{error}"),
+            None => {
+                let hashes = params.iter().map(|param| format!("{:016x}", hash(&param.values)));
+                hashes.collect::<Vec<_>>().concat()
+            }
+        };
+        let all = self.comm.host_gather(self.tag(self.unit_name(unit), Phase::Setup), own.into_bytes())?;
+        let rank = self.comm.rank();
+        let all: Vec<_> = all.iter().map(|text| String::from_utf8_lossy(text)).collect();
+        if let Some((failed, text)) = all.iter().enumerate().find(|(_, text)| text.starts_with('!')) {
+            if failed == rank || error.is_some() {
+                // This rank's own error says more.
+                return Ok(());
+            }
+            let message =
+                format!("rank {failed} failed in `with_full_params`, nothing was written: {}", &text[1..]);
+            return Err(CommError::RankFailed { rank, failed, message }.into());
+        }
+        for (index, param) in params.iter().enumerate() {
+            let of = |text: &str| text.get(index * 16..(index + 1) * 16).map(str::to_owned);
+            if let Some(other) = (0..all.len()).find(|&other| of(&all[other]) != of(&all[0])) {
+                let message = format!(
+                    "ranks 0 and {other} have different values for it after `with_full_params`: nothing was written"
+                );
+                return Err(Error::Param { param: param.spec.name.clone(), message });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// 64-bit FNV-1a of the bits.
+fn hash(values: &[f32]) -> u64 {
+    values.iter().fold(0xcbf2_9ce4_8422_2325, |hash, value| {
+        (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
