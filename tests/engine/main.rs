@@ -17,4 +17,5 @@ mod optimizer_state;
 mod overlap;
 mod recompute;
 mod resharding;
+mod scaling;
 mod tied;

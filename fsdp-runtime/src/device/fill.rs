@@ -1,4 +1,4 @@
-//! Fills and casts of flat buffers, on a stream.
+//! Fills, scalings and casts of flat buffers, on a stream.
 
 use half::{bf16, f16};
 
@@ -43,6 +43,25 @@ fn fill_all<T: Element>(slice: &Slice, value: Fill, zero: T, poison: T) {
     };
     // SAFETY: by the contract of `fill` the stream that runs this is the only user of these elements.
     unsafe { slice.as_mut_slice::<T>() }.fill(value);
+}
+
+/// Multiplies an f32 slice by `factor`, in stream order.
+///
+/// The caller's stream order must make the stream the only one that uses these elements.
+///
+/// # Errors
+/// Those of [`Stream::submit`].
+///
+/// # Panics
+/// If the slice is not f32.
+pub fn scale(stream: &dyn Stream, slice: &Slice, factor: f32) -> Result<(), CommError> {
+    assert_eq!(slice.dtype(), Dtype::F32, "only f32 is scaled in place");
+    let slice = slice.clone();
+    stream.submit(Box::new(move || {
+        // SAFETY: by the contract the stream that runs this is the only user of these elements.
+        unsafe { slice.as_mut_slice::<f32>() }.iter_mut().for_each(|value| *value *= factor);
+        Ok(())
+    }))
 }
 
 /// `to = from`, element by element, rounding to nearest even, in stream order; the lengths must be equal.

@@ -12,7 +12,7 @@ mod fill;
 use std::sync::Arc;
 
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
-pub use fill::{Fill, cast, fill};
+pub use fill::{Fill, cast, fill, scale};
 
 use crate::comm::CommError;
 

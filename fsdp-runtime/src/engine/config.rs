@@ -3,7 +3,7 @@
 use crate::layout::ShardAlignment;
 use crate::spec::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy};
 
-/// How the contributions of the data-parallel ranks are combined.
+/// How the contributions of the data-parallel ranks are combined. Those of a rank's microbatches are summed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GradientScaling {
     /// Averaged over the ranks: right if a rank's loss is a mean over its tokens.
@@ -11,6 +11,10 @@ pub enum GradientScaling {
     Mean,
     /// Summed.
     Sum,
+    /// Summed, and divided by the number of valid tokens of all ranks and microbatches of the step: every token
+    /// counts the same, however unevenly ranks have them. Backwards are run by
+    /// [`backward_tokens`](super::Fsdp::backward_tokens).
+    PerToken,
 }
 
 /// Whether a unit keeps its inner activations for the backward.

@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use super::config::FsdpConfig;
 use super::param::Param;
 use super::sink::GradSink;
+use super::tokens::TokenCount;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::device::{Fill, fill};
@@ -83,6 +84,7 @@ pub(crate) struct State {
     forward_version: Option<u64>,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
+    pub tokens: TokenCount,
     /// Factor of the main gradients, from clipping; applied by the optimizer.
     pub grad_scale: f32,
 }
@@ -145,6 +147,7 @@ impl Engine {
             weights_version: 0,
             forward_version: None,
             received: vec![false; parts.slots.len()],
+            tokens: TokenCount::default(),
             grad_scale: 1.0,
         };
         Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
@@ -449,6 +452,7 @@ impl Engine {
         let finished = state.reduce.finish();
         state.reduce.clear();
         state.received.fill(false);
+        state.tokens = TokenCount::default();
         state.grad_scale = 1.0;
         state.gather.expect_nothing();
         state.gather.reset()?;
@@ -456,13 +460,14 @@ impl Engine {
     }
 
     /// Reduces what the last microbatch has not (ZeRO-0 and 1, where all were run under `no_sync`), and settles.
-    pub(crate) fn finish_grad_sync(&self) -> Result<(), CommError> {
+    pub(crate) fn finish_grad_sync(&self) -> Result<()> {
         {
             let mut state = self.state.lock();
             let moment = Moment { phase: Phase::Optimizer, step: state.step };
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }
-        self.settle()
+        self.settle()?;
+        self.divide_by_tokens()
     }
 
     /// The version of the weights, to be compared at the backward.

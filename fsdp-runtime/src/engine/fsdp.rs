@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
+use super::config::GradientScaling;
 use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::scope::Frame;
@@ -143,6 +144,17 @@ impl<M> Fsdp<M> {
     /// of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
     /// again.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
+        if self.engine.config.scaling == GradientScaling::PerToken {
+            return Err(Error::Usage(
+                "gradients are scaled per token: call `backward_tokens` with the sum of the tokens' losses and their \
+                 number"
+                    .into(),
+            ));
+        }
+        self.run_backward(loss)
+    }
+
+    pub(crate) fn run_backward(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
         if loss.elem_count() != 1 {
             return Err(Error::Usage(format!(
@@ -225,7 +237,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of the reductions.
     pub fn finish_grad_sync(&self) -> Result<()> {
-        Ok(self.engine.finish_grad_sync()?)
+        self.engine.finish_grad_sync()
     }
 
     /// Scales the gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.

@@ -15,6 +15,7 @@ mod report;
 mod scope;
 mod sharding;
 mod sink;
+mod tokens;
 mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};

@@ -129,6 +129,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let mut state = engine.state.lock();
         state.reduce.clear();
         state.received.fill(false);
+        state.tokens = Default::default();
         state.grad_scale = 1.0;
         state.step += 1;
         drop(state);

@@ -314,7 +314,7 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
             wire: config.precision.reduce,
             scale: match config.scaling {
                 GradientScaling::Mean => (1.0 / parts.comm.size() as f64) as f32,
-                GradientScaling::Sum => 1.0,
+                GradientScaling::Sum | GradientScaling::PerToken => 1.0,
             },
             depth: POOL_DEPTH,
             double_buffer: config.double_buffer,
