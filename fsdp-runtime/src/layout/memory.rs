@@ -30,7 +30,7 @@ pub struct MemoryPlan {
 pub(super) const POOLED_UNITS: usize = 2;
 
 /// What a bucket's memory depends on.
-pub(super) struct PooledBucket {
+pub(super) struct BucketExtent {
     pub(super) dtype: Dtype,
     pub(super) requires_grad: bool,
     /// Elements of the whole.
@@ -39,9 +39,9 @@ pub(super) struct PooledBucket {
     pub(super) shard_len: usize,
 }
 
-impl PooledBucket {
-    fn of(bucket: &BucketLayout) -> PooledBucket {
-        PooledBucket {
+impl BucketExtent {
+    fn of(bucket: &BucketLayout) -> BucketExtent {
+        BucketExtent {
             dtype: bucket.key.dtype,
             requires_grad: bucket.key.requires_grad,
             size: bucket.size,
@@ -79,10 +79,10 @@ impl MemoryPlan {
     pub fn new(layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
         let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
-            plan.add(&PooledBucket::of(bucket), strategy, 1);
+            plan.add(&BucketExtent::of(bucket), strategy, 1);
         }
         if strategy.shards_params() {
-            plan.gather_pool = pool_bound(layout, |_| true, PooledBucket::gathered_bytes);
+            plan.gather_pool = pool_bound(layout, |_| true, BucketExtent::gathered_bytes);
         }
         if strategy.shards_grads() {
             plan.reduce_pool =
@@ -92,7 +92,7 @@ impl MemoryPlan {
     }
 
     /// Adds what stays of `times` such buckets. A sum of more than 2^64 bytes stays there.
-    pub(super) const fn add(&mut self, bucket: &PooledBucket, strategy: Strategy, times: u64) {
+    pub(super) const fn add(&mut self, bucket: &BucketExtent, strategy: Strategy, times: u64) {
         let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
         self.model_weights = self.model_weights.saturating_add(weights.saturating_mul(times));
         if bucket.requires_grad {
@@ -121,12 +121,12 @@ impl MemoryPlan {
 
 fn pool_bound(
     layout: &ModelLayout,
-    counts: impl Fn(&PooledBucket) -> bool,
-    bytes: impl Fn(&PooledBucket) -> u64,
+    counts: impl Fn(&BucketExtent) -> bool,
+    bytes: impl Fn(&BucketExtent) -> u64,
 ) -> u64 {
     let buckets = |unit: usize| {
         let buckets = layout.units[unit].buckets.iter();
-        buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket])).filter(&counts)
+        buckets.map(|&bucket| BucketExtent::of(&layout.buckets[bucket])).filter(&counts)
     };
     let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
     let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();

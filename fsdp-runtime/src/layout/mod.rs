@@ -8,6 +8,9 @@
 //!   ranks; the shard is the input of the all-gather and the bucket its output.
 //! - An **item** is a parameter's place in its bucket.
 //!
+//! [`ModelLayout`] is the layout of a model; [`StaticLayout`] has the same figures, computed from the model's
+//! type by the compiler.
+//!
 //! All positions and lengths are in elements unless a name says bytes.
 
 mod bucket;
