@@ -140,9 +140,9 @@ impl Attention {
         let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
         let (width, kv_width) = (heads * config.head_dim(), kv_heads * config.head_dim());
         Attention {
-            q_proj: Linear::new(hidden, width, init.clone()),
-            k_proj: Linear::new(hidden, kv_width, init.clone()),
-            v_proj: Linear::new(hidden, kv_width, init.clone()),
+            q_proj: Linear::new(hidden, width, init),
+            k_proj: Linear::new(hidden, kv_width, init),
+            v_proj: Linear::new(hidden, kv_width, init),
             o_proj: Linear::new(width, hidden, init),
             heads,
             kv_heads,
@@ -180,8 +180,8 @@ impl Mlp {
     pub fn new(config: &LlamaConfig) -> Self {
         let (hidden, inner, init) = (config.hidden_size, config.intermediate_size, config.init());
         Mlp {
-            gate_proj: Linear::new(hidden, inner, init.clone()),
-            up_proj: Linear::new(hidden, inner, init.clone()),
+            gate_proj: Linear::new(hidden, inner, init),
+            up_proj: Linear::new(hidden, inner, init),
             down_proj: Linear::new(inner, hidden, init),
         }
     }

@@ -332,6 +332,8 @@ fn ties_inside_the_elements_of_an_array() {
     }
     assert_figures_agree::<Repeated>(&[1, 2]);
     model! { struct Alike { layers: [Unit<Tied>; 200] = array(unit), } }
+    const LAYOUT: StaticLayout = StaticLayout::of::<Alike>(&StaticOptions::DEFAULT);
+    const _: () = assert!(LAYOUT.numel() == 200 * 66);
     assert_figures_agree::<Alike>(&[1]);
 }
 
@@ -362,4 +364,15 @@ fn elements_tied_to_one_parameter() {
         }
     }
     assert_figures_agree::<Copies>(&[1]);
+    // As many ties as there is room for.
+    model! {
+        struct Most {
+            first: [Unit<Linear>; 32] = array(unit),
+            #[fsdp(tie_with = "first")]
+            second: [Unit<Linear>; 32] = array(unit),
+        }
+    }
+    const LAYOUT: StaticLayout = StaticLayout::of::<Most>(&StaticOptions::DEFAULT);
+    const _: () = assert!(LAYOUT.root().buckets.len() == 64);
+    assert_figures_agree::<Most>(&[1]);
 }

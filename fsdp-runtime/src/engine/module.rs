@@ -146,8 +146,8 @@ impl<'v, 'a> Walker<'v, 'a> {
     /// Reports a parameter at the present path.
     pub fn param(&mut self, param: &'a Param) {
         let tie = self.tie.as_ref().map(|open| {
-            let rest = &self.path[open.declared_at..];
-            Tie { relative: format!("{}{rest}", open.relative), absolute: format!("{}{rest}", open.absolute) }
+            let rest = self.path[open.declared_at..].trim_start_matches('.');
+            Tie { relative: join(&open.relative, &rest), absolute: join(&open.absolute, &rest) }
         });
         let placement = |tp: TpPlacement| if self.own_tp { tp } else { tp.inherited(param.dims().len()) };
         let attrs = Attrs { tp: self.attrs.tp.map(placement), ..self.attrs };

@@ -15,7 +15,7 @@ use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
-use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, UnitLayout};
+use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{
@@ -24,9 +24,6 @@ use crate::pipeline::{
 };
 use crate::spec::{Dtype, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
-
-/// Buffers a shape class, of gathered weights and of unreduced gradients: one in use, one in flight.
-const POOL_DEPTH: usize = 2;
 
 /// Sharding of a whole model. Implemented for every [`FsdpUnit`].
 pub trait FullyShard: FsdpUnit + Sized {
@@ -279,7 +276,7 @@ fn gather_pipeline(parts: &Parts) -> Result<AllGatherPipeline> {
             strategy: parts.strategy,
             prefetch: Prefetch { forward: config.prefetch, backward: config.prefetch },
             budget: config.gather_budget,
-            depth: POOL_DEPTH,
+            depth: POOLED_UNITS,
             double_buffer: config.double_buffer,
             poison: config.poison,
             outer: shares_optim(parts).then(|| parts.outer_comm.duplicate("gather")),
@@ -316,7 +313,7 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
                 GradientScaling::Mean => (1.0 / parts.comm.size() as f64) as f32,
                 GradientScaling::Sum | GradientScaling::PerToken => 1.0,
             },
-            depth: POOL_DEPTH,
+            depth: POOLED_UNITS,
             double_buffer: config.double_buffer,
             poison: config.poison,
             outer: outer_reduction(parts),

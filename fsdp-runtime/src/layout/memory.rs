@@ -33,10 +33,10 @@ pub(super) const fn needs_wire_buckets(strategy: Strategy, wire: Dtype) -> bool 
 }
 
 /// Units of one shape class whose whole buffers exist at a time: one in use, one in flight.
-pub(super) const POOLED_UNITS: usize = 2;
+pub(crate) const POOLED_UNITS: usize = 2;
 
 /// What a bucket's memory depends on.
-pub(super) struct PooledBucket {
+pub(super) struct BucketExtent {
     pub(super) dtype: Dtype,
     pub(super) requires_grad: bool,
     /// Elements of the whole.
@@ -47,9 +47,9 @@ pub(super) struct PooledBucket {
     pub(super) outer: usize,
 }
 
-impl PooledBucket {
-    fn of(bucket: &BucketLayout) -> PooledBucket {
-        PooledBucket {
+impl BucketExtent {
+    fn of(bucket: &BucketLayout) -> BucketExtent {
+        BucketExtent {
             dtype: bucket.key.dtype,
             requires_grad: bucket.key.requires_grad,
             size: bucket.size,
@@ -105,17 +105,17 @@ impl MemoryPlan {
         if !strategy.shards_params() {
             return self;
         }
-        let all = |_: &PooledBucket| true;
+        let all = |_: &BucketExtent| true;
         let kept_whole =
             |unit: usize| matches!(reshard[unit], ReshardAfterForward::Never | ReshardAfterForward::Ranks(1));
-        let pooled = pool_bound(layout, kept_whole, all, PooledBucket::gathered_bytes);
+        let pooled = pool_bound(layout, kept_whole, all, BucketExtent::gathered_bytes);
         let kept = |unit: usize| {
             let parts = match reshard[unit] {
                 ReshardAfterForward::Ranks(parts) if unit > 0 && parts > 1 => parts as u64,
                 _ => return 0,
             };
             let buckets = layout.units[unit].buckets.iter();
-            buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket]).gathered_bytes() / parts).sum()
+            buckets.map(|&bucket| BucketExtent::of(&layout.buckets[bucket]).gathered_bytes() / parts).sum()
         };
         let kept: u64 = (0..layout.units.len()).map(kept).sum();
         MemoryPlan { gather_pool: pooled + kept, ..self }
@@ -127,7 +127,7 @@ impl MemoryPlan {
         if !strategy.shards_grads() {
             return self;
         }
-        let buckets = layout.buckets.iter().map(|bucket| PooledBucket::of(bucket).unreduced_bytes(wire));
+        let buckets = layout.buckets.iter().map(|bucket| BucketExtent::of(bucket).unreduced_bytes(wire));
         MemoryPlan { reduce_pool: buckets.sum(), ..self }
     }
 
@@ -135,10 +135,10 @@ impl MemoryPlan {
     pub fn new(layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
         let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
-            plan.add(&PooledBucket::of(bucket), strategy, 1);
+            plan.add(&BucketExtent::of(bucket), strategy, 1);
         }
         if strategy.shards_params() {
-            plan.gather_pool = pool_bound(layout, |_| false, |_| true, PooledBucket::gathered_bytes);
+            plan.gather_pool = pool_bound(layout, |_| false, |_| true, BucketExtent::gathered_bytes);
         }
         if needs_wire_buckets(strategy, wire) {
             plan.reduce_pool = pool_bound(
@@ -152,7 +152,7 @@ impl MemoryPlan {
     }
 
     /// Adds what stays of `times` such buckets. A sum of more than 2^64 bytes stays there.
-    pub(super) const fn add(&mut self, bucket: &PooledBucket, strategy: Strategy, times: u64) {
+    pub(super) const fn add(&mut self, bucket: &BucketExtent, strategy: Strategy, times: u64) {
         let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
         self.model_weights = self.model_weights.saturating_add(weights.saturating_mul(times));
         if bucket.requires_grad {
@@ -182,12 +182,12 @@ impl MemoryPlan {
 fn pool_bound(
     layout: &ModelLayout,
     alone: impl Fn(usize) -> bool,
-    counts: impl Fn(&PooledBucket) -> bool,
-    bytes: impl Fn(&PooledBucket) -> u64,
+    counts: impl Fn(&BucketExtent) -> bool,
+    bytes: impl Fn(&BucketExtent) -> u64,
 ) -> u64 {
     let buckets = |unit: usize| {
         let buckets = layout.units[unit].buckets.iter();
-        buckets.map(|&bucket| PooledBucket::of(&layout.buckets[bucket])).filter(&counts)
+        buckets.map(|&bucket| BucketExtent::of(&layout.buckets[bucket])).filter(&counts)
     };
     let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
     let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();

@@ -8,6 +8,9 @@
 //!   ranks; the shard is the input of the all-gather and the bucket its output.
 //! - An **item** is a parameter's place in its bucket.
 //!
+//! [`ModelLayout`] is the layout of a model; [`StaticLayout`] has the same figures, computed from the model's
+//! type by the compiler.
+//!
 //! All positions and lengths are in elements unless a name says bytes.
 
 mod bucket;
@@ -20,6 +23,7 @@ mod static_layout;
 pub use bucket::{BucketLayout, Item, ItemShard, element_bucket_size};
 pub use error::LayoutError;
 pub use memory::MemoryPlan;
+pub(crate) use memory::POOLED_UNITS;
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
 pub use static_layout::{FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit};
 pub(crate) use static_layout::{check_tp_size, require_fit};

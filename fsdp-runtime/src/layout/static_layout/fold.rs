@@ -123,7 +123,7 @@ impl Fold {
                 if self.ties.elements_are_alike(start, each, len) {
                     let before = *unit;
                     self.fold(element, &path.element(0), inherited, unit, times * len);
-                    self.repeat(&before, unit, len, inherited, path);
+                    self.repeat(&before, unit, len, path);
                     self.ordinal = start + len * each;
                     return;
                 }
@@ -187,14 +187,7 @@ impl Fold {
 
     /// Makes what was added since `before` be there `len` times.
     #[track_caller]
-    const fn repeat(
-        &self,
-        before: &OpenUnit,
-        unit: &mut OpenUnit,
-        len: usize,
-        inherited: &Inherited,
-        path: &Path<'_>,
-    ) {
+    const fn repeat(&self, before: &OpenUnit, unit: &mut OpenUnit, len: usize, path: &Path<'_>) {
         let mut i = 0;
         while i < unit.len {
             let (before, after) = (&before.buckets[i], &mut unit.buckets[i]);
@@ -202,7 +195,7 @@ impl Fold {
             after.bucket.params = before.bucket.params + (after.bucket.params - before.bucket.params) * len;
             let added = after.bucket.numel - before.bucket.numel;
             if added > 0 {
-                // The first elements begins at a multiple of the alignment, hence so do the others, and all have
+                // The first element begins at a multiple of the alignment, hence so do the others, and all have
                 // the same gaps.
                 let each = after.end - before.end.next_multiple_of(align);
                 let further = (len - 1).checked_mul(each.next_multiple_of(align));
@@ -215,11 +208,9 @@ impl Fold {
                     None => usize::MAX,
                 };
                 if after.size(self.layout.options.ranks).is_none() {
-                    let shape = match inherited.leaf() {
-                        Some(leaf) => leaf.shape,
-                        None => &[],
-                    };
-                    too_large(shape, path);
+                    let mut message = Message::new();
+                    message.text("the elements of `").path(path);
+                    message.text("` make a bucket of more than 2^63 bytes").fail()
                 }
                 after.bucket.numel = before.bucket.numel + added * len;
             }

@@ -3,6 +3,7 @@
 mod descent;
 mod fits;
 mod fold;
+mod lookup;
 mod message;
 mod ties;
 
@@ -11,7 +12,7 @@ pub(crate) use fits::require_fit;
 
 use self::descent::{Inherited, Leaf, Path};
 use super::MemoryPlan;
-use super::memory::{POOLED_UNITS, PooledBucket, needs_wire_buckets};
+use super::memory::{BucketExtent, POOLED_UNITS, needs_wire_buckets};
 use crate::spec::{Dtype, MixedPrecision, Strategy, Tree};
 
 /// Most kinds of units.
@@ -139,11 +140,11 @@ impl StaticBucket {
 
     /// Bytes of the whole buffer in the dtype of the model weights.
     pub const fn bytes(&self) -> u64 {
-        self.pooled().gathered_bytes()
+        self.extent().gathered_bytes()
     }
 
-    const fn pooled(&self) -> PooledBucket {
-        PooledBucket {
+    const fn extent(&self) -> BucketExtent {
+        BucketExtent {
             dtype: self.dtype,
             requires_grad: self.requires_grad,
             size: self.size,
@@ -269,8 +270,8 @@ impl Pool {
 
     const fn bytes(self, bucket: &StaticBucket) -> u64 {
         match self {
-            Pool::Gather => bucket.pooled().gathered_bytes(),
-            Pool::Reduce(wire) => bucket.pooled().unreduced_bytes(wire),
+            Pool::Gather => bucket.extent().gathered_bytes(),
+            Pool::Reduce(wire) => bucket.extent().unreduced_bytes(wire),
         }
     }
 }
@@ -429,7 +430,7 @@ impl MemoryPlan {
     const fn add_unit(&mut self, unit: StaticUnit<'_>, strategy: Strategy) {
         let mut i = 0;
         while i < unit.buckets.len() {
-            self.add(&unit.buckets[i].pooled(), strategy, unit.count as u64);
+            self.add(&unit.buckets[i].extent(), strategy, unit.count as u64);
             i += 1;
         }
     }

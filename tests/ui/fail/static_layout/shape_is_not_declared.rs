@@ -12,8 +12,6 @@ struct Net {
     head: Unit<Head>,
 }
 
-const NUMEL: usize = StaticLayout::of::<Net>(&StaticOptions::DEFAULT).numel();
+const _: () = assert!(StaticLayout::of::<Net>(&StaticOptions::DEFAULT).numel() == 16);
 
-fn main() {
-    println!("{NUMEL}");
-}
+fn main() {}
