@@ -34,8 +34,7 @@ fn unknown_words_get_the_nearest_or_all_known_ones() {
                 a: P,
             }
         ),
-        "unknown attribute `colour`: expected `buffer`, `dtype`, `expert`, `frozen`, `no_decay`, `rename`, `shape`, \
-         `skip`, `tie_with` or `tp`",
+        &format!("unknown attribute `colour`: expected {ALL}"),
     );
     assert_error(
         quote!(
@@ -55,8 +54,7 @@ fn unknown_words_get_the_nearest_or_all_known_ones() {
     );
 }
 
-const ALL: &str =
-    "`buffer`, `dtype`, `expert`, `frozen`, `no_decay`, `rename`, `shape`, `skip`, `tie_with` or `tp`";
+const ALL: &str = "`buffer`, `dtype`, `expert`, `frozen`, `init`, `no_decay`, `rename`, `shape`, `skip`, `tie_with` or `tp`";
 
 #[test]
 fn words_in_the_wrong_place() {
@@ -148,6 +146,7 @@ fn conflicts_name_both_words() {
         ("dtype", quote!(dtype = "f32")),
         ("tp", quote!(tp = row)),
         ("tie_with", quote!(tie_with = "x")),
+        ("init", quote!(init = ones)),
         ("shape", quote!(shape = [1])),
     ] {
         let expected = format!("`{word}` and `skip` contradict each other: a skipped field has no state");
@@ -172,7 +171,7 @@ fn conflicts_name_both_words() {
         );
         if !["rename", "buffer"].contains(&word) {
             let expected = format!(
-                "`{word}` and `buffer` contradict each other: a buffer is kept as it is, only parameters can be `{word}`"
+                "`{word}` and `buffer` contradict each other: a buffer is kept as it is, `{word}` is for parameters"
             );
             assert_error(
                 quote!(
@@ -330,25 +329,126 @@ fn bad_values_show_what_is_allowed() {
 }
 
 #[test]
-fn shape_is_refused_until_it_has_a_meaning() {
+fn a_tied_parameter_has_no_initial_value() {
     assert_error(
         quote!(
             struct S {
-                #[fsdp(shape = [OUT, 2 * IN])]
+                #[fsdp(tie_with = "b", init = zeros)]
                 a: P,
             }
         ),
-        "`shape` is not supported yet: the shape is that of the `Param` at run time",
+        "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
     );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(shape = 3)]
-                a: P,
-            }
+}
+
+#[test]
+fn initial_values_are_known_by_name_and_count() {
+    let expected =
+        "expected `init = zeros`, `ones`, `constant(VALUE)`, `normal(MEAN, STD)` or `uniform(LOW, HIGH)`";
+    for (given, message) in [
+        (quote!(init), expected.to_string()),
+        (quote!(init = "zeros"), expected.to_string()),
+        (quote!(init = 0.5), expected.to_string()),
+        (
+            quote!(init = norml(0.0, 1.0)),
+            format!("unknown initial value `norml`: did you mean `normal`?\n{expected}"),
         ),
-        "expected `shape = [OUT, IN]`",
-    );
+        (quote!(init = kaiming), format!("unknown initial value `kaiming`\n{expected}")),
+        (quote!(init = zeros(1.0)), "`zeros` takes no numbers: write `init = zeros`".to_string()),
+        (quote!(init = constant), format!("`constant` takes 1 number, got 0\n{expected}")),
+        (quote!(init = normal(1.0)), format!("`normal` takes 2 numbers, got 1\n{expected}")),
+        (quote!(init = uniform(0.0, 1.0, 2.0)), format!("`uniform` takes 2 numbers, got 3\n{expected}")),
+    ] {
+        assert_error(
+            quote!(
+                struct S {
+                    #[fsdp(#given)]
+                    a: P,
+                }
+            ),
+            &message,
+        );
+    }
+}
+
+#[test]
+fn a_shape_is_a_list_that_has_the_partition_dim() {
+    for given in [quote!(shape), quote!(shape = 3), quote!(shape = (1, 2)), quote!(shape("[1]"))] {
+        assert_error(
+            quote!(
+                struct S {
+                    #[fsdp(#given)]
+                    a: P,
+                }
+            ),
+            "expected `shape = [OUT, IN]`",
+        );
+    }
+    for (tp, shape, message) in [
+        (quote!(row), quote!([8]), "`tp = row` cuts dim 1, but the declared `shape` has only dim 0"),
+        (quote!(column), quote!([]), "`tp = column` cuts dim 0, but the declared `shape` has no dims"),
+        (
+            quote!(dim(3)),
+            quote!([1, 2]),
+            "`tp = dim(3)` cuts dim 3, but the declared `shape` has only dims 0 to 1",
+        ),
+    ] {
+        assert_error(
+            quote!(
+                struct S {
+                    #[fsdp(shape = #shape, tp = #tp)]
+                    a: P,
+                }
+            ),
+            message,
+        );
+    }
+}
+
+#[test]
+fn words_of_the_struct_have_their_values_checked() {
+    let ranks = "`tp_size` takes the number of tensor-parallel ranks: `tp_size = 8`";
+    let rule = "`rename_all` takes a string: `rename_all = \"camelCase\"`";
+    for (given, message) in [
+        (quote!(tp_size), ranks),
+        (quote!(tp_size = 0), ranks),
+        (quote!(tp_size = "8"), ranks),
+        (quote!(tp_size = 2.0), ranks),
+        (quote!(rename_all), rule),
+        (quote!(rename_all = camelCase), rule),
+        (
+            quote!(rename_all = "camelcase"),
+            "unknown rule `camelcase` of `rename_all`: did you mean `camelCase`?",
+        ),
+        (
+            quote!(rename_all = "Title Case"),
+            "unknown rule `Title Case` of `rename_all`: expected `lowercase`, `UPPERCASE`, `PascalCase`, `camelCase`, \
+             `snake_case`, `SCREAMING_SNAKE_CASE`, `kebab-case` or `SCREAMING-KEBAB-CASE`",
+        ),
+    ] {
+        assert_error(
+            quote!(
+                #[fsdp(#given)]
+                struct S {
+                    a: P,
+                }
+            ),
+            message,
+        );
+    }
+}
+
+#[test]
+fn trait_objects_are_refused() {
+    let found = errors(quote!(
+        struct S {
+            a: Vec<Box<dyn Layer + Send>>,
+            #[fsdp(skip)]
+            b: Box<dyn Layer>,
+        }
+    ));
+    assert_eq!(found.len(), 1);
+    assert!(found[0].starts_with("`dyn Layer + Send` hides its parameters from the layout"), "{found:?}");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Tests of the derive as a function of tokens.
 
+mod bounds;
 mod broken_input;
 mod expansion;
 mod messages;
