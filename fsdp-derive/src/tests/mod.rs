@@ -3,7 +3,11 @@
 mod bounds;
 mod broken_input;
 mod expansion;
+mod generate;
+mod generated;
+mod hygiene;
 mod messages;
+mod mistakes;
 
 use proc_macro2::TokenStream;
 
