@@ -35,7 +35,7 @@ const OWN: &[&str] = &[
     "FIELDS",
     "TREE",
     "walk",
-    "walker",
+    "__walker",
     // The fields of `Field`, `Attrs` and `Init`, named in their literals.
     "name",
     "attrs",
@@ -84,7 +84,7 @@ fn foreign(input: TokenStream) -> Vec<String> {
     });
     let mut foreign = Vec::new();
     identifiers(derive(input), &mut |before, ident| {
-        let is_binding = ident.strip_prefix("field").is_some_and(|n| n.parse::<usize>().is_ok());
+        let is_binding = ident.strip_prefix("__field").is_some_and(|n| n.parse::<usize>().is_ok());
         let is_lifetime = before.ends_with('\'') && ident.starts_with("walk");
         let is_own = OWN.contains(&ident) || is_binding || is_lifetime;
         let is_text = before == "\"";
