@@ -10,7 +10,7 @@ use std::path::PathBuf;
 mod generate;
 
 /// Generated items: files, and items in each.
-const FILES: u64 = 2;
+const FILES: u64 = 3;
 const ITEMS: u64 = 400;
 
 /// One set of cases, so that the dependencies are built once and in one mode.

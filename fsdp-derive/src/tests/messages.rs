@@ -545,6 +545,28 @@ fn attributes_on_plain_data_are_refused() {
         ),
         "`frozen` has no meaning here: `f64` is plain data, no part of the model's state",
     );
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(frozen)]
+                p: PhantomData<T>,
+            }
+        ),
+        "`frozen` has no meaning here: `PhantomData<T>` is plain data, no part of the model's state",
+    );
+}
+
+#[test]
+fn a_mistaken_attribute_is_not_followed_by_doubts_about_the_type() {
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(bufer)]
+                a: Tensor,
+            }
+        ),
+        "unknown attribute `bufer`: did you mean `buffer`?",
+    );
 }
 
 #[test]
