@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-#[path = "../fsdp-derive/src/tests/generate.rs"]
+#[path = "../fsdp-derive/src/tests/generate/mod.rs"]
 mod generate;
 
 /// Generated items: files, and items in each.

@@ -36,59 +36,63 @@ const OWN: &[&str] = &[
     "TREE",
     "walk",
     "__walker",
-    // The fields of `Field`, `Attrs` and `Init`, named in their literals.
-    "name",
-    "attrs",
-    "tree",
-    "tp",
-    "expert",
-    "frozen",
-    "no_decay",
-    "dtype",
-    "init",
-    "tie_with",
-    "shape",
-    "mean",
-    "std",
-    "low",
-    "high",
 ];
 
-/// Calls `see` with every identifier and the marks before it, and with the words inside strings: those are
-/// paths and bounds.
-fn identifiers(tokens: TokenStream, see: &mut dyn FnMut(&str, &str)) {
+/// The fields of `Field`, `Attrs` and `Init`, in their literals.
+const LABELS: &[&str] = &[
+    "name", "attrs", "tree", "tp", "expert", "frozen", "no_decay", "dtype", "init", "tie_with", "shape",
+    "mean", "std", "low", "high",
+];
+
+/// Calls `see` with every identifier, between the marks before and after it, and with the words inside strings:
+/// those are paths and bounds.
+fn identifiers(tokens: TokenStream, see: &mut dyn FnMut(&str, &str, &str)) {
     let mut before = String::new();
-    for token in tokens {
-        match token {
+    let mut tokens = tokens.into_iter().peekable();
+    while let Some(token) = tokens.next() {
+        let ident = match token {
             TokenTree::Punct(mark) => {
                 before.push(mark.as_char());
                 continue;
             }
-            TokenTree::Ident(ident) => see(&before, &ident.to_string()),
-            TokenTree::Group(group) => identifiers(group.stream(), see),
+            TokenTree::Ident(ident) => Some(ident.to_string()),
+            TokenTree::Group(group) => {
+                identifiers(group.stream(), see);
+                None
+            }
             TokenTree::Literal(literal) => {
                 let string: Option<LitStr> = syn::parse_str(&literal.to_string()).ok();
                 let words = string.and_then(|string| TokenStream::from_str(&string.value()).ok());
-                identifiers(words.unwrap_or_default(), &mut |_, word| see("\"", word));
+                identifiers(words.unwrap_or_default(), &mut |_, word, _| see("\"", word, "\""));
+                None
             }
+        };
+        let mut after = String::new();
+        while let Some(TokenTree::Punct(mark)) = tokens.peek() {
+            after.push(mark.as_char());
+            tokens.next();
         }
-        before.clear();
+        if let Some(ident) = ident {
+            see(&before, &ident, &after);
+        }
+        before = after;
     }
 }
 
 /// What the expansion of `input` says that is neither its own, nor the user's, nor behind `::`.
 fn foreign(input: TokenStream) -> Vec<String> {
     let mut users = HashSet::new();
-    identifiers(input.clone(), &mut |_, ident| {
+    identifiers(input.clone(), &mut |_, ident, _| {
         users.insert(ident.to_string());
     });
     let mut foreign = Vec::new();
-    identifiers(derive(input), &mut |before, ident| {
+    identifiers(derive(input), &mut |before, ident, after| {
         let is_binding = ident.strip_prefix("__field").is_some_and(|n| n.parse::<usize>().is_ok());
         let is_lifetime = before.ends_with('\'') && ident.starts_with("walk");
         let is_own = OWN.contains(&ident) || is_binding || is_lifetime;
+        let is_label = LABELS.contains(&ident) && after.starts_with(':') && !after.starts_with("::");
         let is_text = before == "\"";
-        if !before.ends_with("::") && !is_own && !is_text && !users.contains(ident) {
+        if !before.ends_with("::") && !is_own && !is_label && !is_text && !users.contains(ident) {
             foreign.push(ident.to_string());
         }
     });

@@ -1,11 +1,22 @@
 //! What the derive says is wrong.
 
+use proc_macro2::TokenStream;
 use quote::quote;
 
 use super::errors;
 
+/// A struct of one field that has these words.
+fn field(words: TokenStream) -> TokenStream {
+    quote!(
+        struct S {
+            #[fsdp(#words)]
+            a: P,
+        }
+    )
+}
+
 #[track_caller]
-fn assert_error(input: proc_macro2::TokenStream, expected: &str) {
+fn assert_error(input: TokenStream, expected: &str) {
     assert_eq!(errors(input), [expected]);
 }
 
@@ -18,33 +29,9 @@ fn unions_are_refused_once() {
 
 #[test]
 fn unknown_words_get_the_nearest_or_all_known_ones() {
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(forzen)]
-                a: P,
-            }
-        ),
-        "unknown attribute `forzen`: did you mean `frozen`?",
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(colour = 3)]
-                a: P,
-            }
-        ),
-        &format!("unknown attribute `colour`: expected {ALL}"),
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(a::b)]
-                a: P,
-            }
-        ),
-        &format!("unknown attribute `a::b`: expected {ALL}"),
-    );
+    assert_error(field(quote!(forzen)), "unknown attribute `forzen`: did you mean `frozen`?");
+    assert_error(field(quote!(colour = 3)), &format!("unknown attribute `colour`: expected {ALL}"));
+    assert_error(field(quote!(a::b)), &format!("unknown attribute `a::b`: expected {ALL}"));
     assert_error(
         quote!(
             #[fsdp(create = "x")]
@@ -65,15 +52,7 @@ fn words_in_the_wrong_place() {
         ),
         "`frozen` belongs on a field, not on the struct",
     );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(crate = "x")]
-                a: P,
-            }
-        ),
-        "`crate` belongs on the struct, not on a field",
-    );
+    assert_error(field(quote!(crate = "x")), "`crate` belongs on the struct, not on a field");
     assert_error(
         quote!(
             enum E {
@@ -84,12 +63,7 @@ fn words_in_the_wrong_place() {
         "`#[fsdp(..)]` has no meaning on a variant: put it on the variant's fields",
     );
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(unit)]
-                a: P,
-            }
-        ),
+        field(quote!(unit)),
         "`unit` is not an attribute: a communication unit is a type, write the field as `Unit<..>`",
     );
 }
@@ -97,15 +71,7 @@ fn words_in_the_wrong_place() {
 #[test]
 fn duplicates_are_named() {
     let message = |word: &str| format!("duplicate `{word}`: it was said before");
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(frozen, frozen)]
-                a: P,
-            }
-        ),
-        &message("frozen"),
-    );
+    assert_error(field(quote!(frozen, frozen)), &message("frozen"));
     assert_error(
         quote!(
             struct S {
@@ -150,15 +116,7 @@ fn conflicts_name_both_words() {
         ("shape", quote!(shape = [1])),
     ] {
         let expected = format!("`{word}` and `skip` contradict each other: a skipped field has no state");
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(skip, #given)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
+        assert_error(field(quote!(skip, #given)), &expected);
         assert_error(
             quote!(
                 struct S {
@@ -198,79 +156,18 @@ fn conflicts_name_both_words() {
 #[test]
 fn bad_values_show_what_is_allowed() {
     let dtype = |text: &str| format!("unknown dtype `{text}`: expected `f32`, `bf16` or `f16`");
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = "fp16")]
-                a: P,
-            }
-        ),
-        &dtype("fp16"),
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = "")]
-                a: P,
-            }
-        ),
-        &dtype(""),
-    );
+    assert_error(field(quote!(dtype = "fp16")), &dtype("fp16"));
+    assert_error(field(quote!(dtype = "")), &dtype(""));
     let string = "`dtype` takes a string: `dtype = \"bf16\"`";
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = bf16)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = 16)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype =)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype("f32"))]
-                a: P,
-            }
-        ),
-        string,
-    );
+    assert_error(field(quote!(dtype = bf16)), string);
+    assert_error(field(quote!(dtype = 16)), string);
+    assert_error(field(quote!(dtype)), string);
+    assert_error(field(quote!(dtype =)), string);
+    assert_error(field(quote!(dtype("f32"))), string);
 
     let placements = "expected `tp = column`, `row`, `replicate` or `dim(N)`";
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(tp = colum)]
-                a: P,
-            }
-        ),
+        field(quote!(tp = colum)),
         &format!("unknown tensor-parallel placement `colum`: did you mean `column`?\n{placements}"),
     );
     for given in [
@@ -283,32 +180,11 @@ fn bad_values_show_what_is_allowed() {
         quote!(tp = dim[1]),
         quote!(tp = dim(99999999999999999999999)),
     ] {
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(#given)]
-                    a: P,
-                }
-            ),
-            placements,
-        );
+        assert_error(field(quote!(#given)), placements);
     }
+    assert_error(field(quote!(skip = true)), "`skip` takes no value: write `skip`");
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(skip = true)]
-                a: P,
-            }
-        ),
-        "`skip` takes no value: write `skip`",
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(frozen = 1)]
-                a: P,
-            }
-        ),
+        field(quote!(frozen = 1)),
         "`frozen` stands alone or is `frozen = true` or `frozen = false`",
     );
     assert_error(
@@ -331,12 +207,7 @@ fn bad_values_show_what_is_allowed() {
 #[test]
 fn a_tied_parameter_has_no_initial_value() {
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(tie_with = "b", init = zeros)]
-                a: P,
-            }
-        ),
+        field(quote!(tie_with = "b", init = zeros)),
         "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
     );
 }
@@ -359,30 +230,14 @@ fn initial_values_are_known_by_name_and_count() {
         (quote!(init = normal(1.0)), format!("`normal` takes 2 numbers, got 1\n{expected}")),
         (quote!(init = uniform(0.0, 1.0, 2.0)), format!("`uniform` takes 2 numbers, got 3\n{expected}")),
     ] {
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(#given)]
-                    a: P,
-                }
-            ),
-            &message,
-        );
+        assert_error(field(quote!(#given)), &message);
     }
 }
 
 #[test]
 fn a_shape_is_a_list_that_has_the_partition_dim() {
     for given in [quote!(shape), quote!(shape = 3), quote!(shape = (1, 2)), quote!(shape("[1]"))] {
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(#given)]
-                    a: P,
-                }
-            ),
-            "expected `shape = [OUT, IN]`",
-        );
+        assert_error(field(quote!(#given)), "expected `shape = [OUT, IN]`");
     }
     for (tp, shape, message) in [
         (quote!(row), quote!([8]), "`tp = row` cuts dim 1, but the declared `shape` has only dim 0"),
@@ -393,15 +248,7 @@ fn a_shape_is_a_list_that_has_the_partition_dim() {
             "`tp = dim(3)` cuts dim 3, but the declared `shape` has only dims 0 to 1",
         ),
     ] {
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(shape = #shape, tp = #tp)]
-                    a: P,
-                }
-            ),
-            message,
-        );
+        assert_error(field(quote!(shape = #shape, tp = #tp)), message);
     }
 }
 
@@ -463,24 +310,8 @@ fn names_must_be_segments_joined_by_dots() {
     ] {
         let expected =
             format!("the name {name:?} {wrong}: expected segments joined by dots, such as \"model.norm\"");
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(rename = #name)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(tie_with = #name)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
+        assert_error(field(quote!(rename = #name)), &expected);
+        assert_error(field(quote!(tie_with = #name)), &expected);
     }
 }
 
@@ -591,54 +422,11 @@ fn malformed_attributes_are_errors() {
         .len(),
         1
     );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp("skip")]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(frozen no_decay)]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(,)]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp()]
-                a: P,
-            }
-        )),
-        [""; 0]
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(frozen)]
-                a: P,
-            }
-        )),
-        [""; 0]
-    );
+    assert_eq!(errors(field(quote!("skip"))).len(), 1);
+    assert_eq!(errors(field(quote!(frozen no_decay))).len(), 1);
+    assert_eq!(errors(field(quote!(,))).len(), 1);
+    assert_eq!(errors(field(quote!())), [""; 0]);
+    assert_eq!(errors(field(quote!(frozen))), [""; 0]);
 }
 
 #[test]

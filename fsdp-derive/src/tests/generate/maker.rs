@@ -1,102 +1,11 @@
-//! Makes items that `#[derive(FsdpUnit)]` must accept, as text: every kind of item, generics, field, type,
-//! attribute and spelling that the documentation allows, mixed at random but the same on every run.
-//!
-//! Plain std and one file, because it is read twice: here, where the derive is a function of tokens, and by the
-//! root package's `tests/ui.rs`, where rustc compiles what it makes.
+//! Rolls the dice: which item, which fields, of which types, with which attributes.
 
 use std::collections::BTreeSet;
 
-/// splitmix64: enough to pick, the same on every run.
-pub struct Dice(u64);
-
-impl Dice {
-    pub fn new(seed: u64) -> Dice {
-        Dice(seed)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
-
-    /// True so many times in a hundred.
-    pub fn percent(&mut self, chance: usize) -> bool {
-        self.below(100) < chance
-    }
-
-    pub fn pick<'a>(&mut self, from: &[&'a str]) -> &'a str {
-        from[self.below(from.len())]
-    }
-}
-
-/// What the items refer to; they reach it as `super::prelude`.
-pub const PRELUDE: &str = "\
-pub use std::{cell::RefCell, collections::{BTreeMap, HashMap}, marker::PhantomData, sync::{Arc, Mutex}};
-pub use candle_core::Tensor;
-pub use fsdp::{self, FsdpUnit, Param, Unit};
-pub const DIM: usize = 8;
-pub const RANKS: usize = 2;
-pub const STD: f32 = 0.02;
-pub const fn size(n: usize) -> usize { 2 * n }
-#[derive(FsdpUnit)] pub struct Leaf { pub weight: Param }
-#[derive(FsdpUnit)] pub struct Outer<M> { pub module: M }
-pub trait Family { type Block; }
-pub struct Leaves;
-impl Family for Leaves { type Block = Leaf; }
-";
+use super::{Dice, Field, Fields, Item, Kind};
 
 #[derive(Clone, Copy, PartialEq)]
-pub enum Kind {
-    Named,
-    Tuple,
-    Unit,
-}
-
-/// A field, in the parts that make its text.
-#[derive(Clone)]
-pub struct Field {
-    /// Attributes of others.
-    pub foreign: String,
-    /// The words of its `#[fsdp(..)]` lists, each with its value.
-    pub words: Vec<String>,
-    /// Attributes that are written as they are.
-    pub malformed: String,
-    pub vis: String,
-    /// Ignored in a tuple.
-    pub name: String,
-    pub ty: String,
-    /// Its content has a name in checkpoints.
-    pub is_state: bool,
-}
-
-/// The fields of a struct or of a variant.
-pub struct Fields {
-    /// Of a variant; empty for a struct.
-    pub variant: String,
-    pub attrs: String,
-    pub kind: Kind,
-    pub list: Vec<Field>,
-}
-
-/// A struct or enum, in the parts that make its text.
-pub struct Item {
-    pub derive: String,
-    pub foreign: String,
-    pub words: Vec<String>,
-    vis: String,
-    name: String,
-    parameters: String,
-    clause: String,
-    pub is_enum: bool,
-    pub alternatives: Vec<Fields>,
-    layout: Dice,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Role {
+pub enum Role {
     /// Walked, so that the derive must find its bound.
     Module,
     /// Only an argument of another module's type: the user declares the bound.
@@ -110,9 +19,9 @@ enum Role {
     Letter,
 }
 
-struct Parameter {
-    name: &'static str,
-    role: Role,
+pub struct Parameter {
+    pub name: &'static str,
+    pub role: Role,
 }
 
 /// A valid item. `tp_size` says whether items may use that attribute.
@@ -121,10 +30,10 @@ pub fn valid(seed: u64, tp_size: bool) -> Item {
     maker.item(seed, tp_size)
 }
 
-struct Maker {
-    dice: Dice,
-    lifetimes: Vec<&'static str>,
-    parameters: Vec<Parameter>,
+pub struct Maker {
+    pub dice: Dice,
+    pub lifetimes: Vec<&'static str>,
+    pub parameters: Vec<Parameter>,
     /// Names given with `rename` so far.
     names: usize,
 }
@@ -429,7 +338,7 @@ impl Maker {
         attrs[first..(first + count).min(attrs.len())].concat()
     }
 
-    fn vis(&mut self) -> String {
+    pub fn vis(&mut self) -> String {
         let kinds =
             ["", "pub", "pub(crate)", "pub(super)", "pub(self)", "pub(in super::super)", "pub(in crate)"];
         self.dice.pick(&kinds).to_string()
@@ -438,193 +347,4 @@ impl Maker {
     fn named(&self, role: Role) -> Vec<&'static str> {
         self.parameters.iter().filter(|p| p.role == role).map(|p| p.name).collect()
     }
-
-    /// The declaration of the parameters, the where-clause, and `bound = ".."` if that is to be said.
-    fn generics(&mut self, has_fields: bool) -> (String, String, Option<String>) {
-        let mut declared = Vec::new();
-        let (mut clause, mut bound) = (Vec::new(), Vec::new());
-        if has_fields && self.dice.percent(20) {
-            self.lifetimes = vec!["'a", "'walk"][..1 + self.dice.below(2)].to_vec();
-            declared.extend(self.lifetimes.iter().map(ToString::to_string));
-            if self.lifetimes.len() == 2 && self.dice.percent(50) {
-                clause.push("'walk: 'a".to_string());
-            }
-        }
-        let explicit = self.dice.percent(20);
-        let count = if self.dice.percent(40) { 1 + self.dice.below(4) } else { 0 };
-        let defaults_from = self.dice.below(count + 1);
-        for (position, name) in ["T", "Init", "r#dyn", "N"].into_iter().take(count).enumerate() {
-            let all = [
-                Role::Module,
-                Role::Argument,
-                Role::Family,
-                Role::Other,
-                Role::Length,
-                Role::Flag,
-                Role::Letter,
-            ];
-            let first = if has_fields { 0 } else { 4 };
-            let role = all[first + self.dice.below(all.len() - first)];
-            self.parameters.push(Parameter { name, role });
-            let (lead, default) = match role {
-                Role::Module | Role::Argument => ("", "Leaf"),
-                Role::Family => ("", "Leaves"),
-                Role::Other => ("", "u8"),
-                Role::Length => ("const ", self.dice.pick(&["4", "{ 1 + 1 }", "DIM"])),
-                Role::Flag => ("const ", "{ 1 + 1 == 2 }"),
-                Role::Letter => ("const ", "'x'"),
-            };
-            let mut inline = match role {
-                Role::Length => ": usize".to_string(),
-                Role::Flag => ": bool".to_string(),
-                Role::Letter => ": char".to_string(),
-                Role::Family => ": Family".to_string(),
-                _ if self.dice.percent(20) => ": Sized".to_string(),
-                _ => String::new(),
-            };
-            match role {
-                // Inferred, unless the user says all the bounds.
-                Role::Module if explicit => bound.push(format!("{name}: FsdpUnit")),
-                Role::Family if explicit => bound.push(format!("{name}::Block: FsdpUnit")),
-                Role::Argument if explicit => bound.push(format!("{name}: super::prelude::FsdpUnit")),
-                Role::Argument if self.dice.percent(50) => clause.push(format!("{name}: FsdpUnit")),
-                Role::Argument => inline = ": fsdp::FsdpUnit + Sized".to_string(),
-                Role::Other if self.dice.percent(30) => clause.push(format!("for<'x> fn(&'x {name}): Sized")),
-                _ => {}
-            }
-            let default = if position >= defaults_from { format!(" = {default}") } else { String::new() };
-            declared.push(format!("{lead}{name}{inline}{default}"));
-        }
-        let trailing =
-            |list: &[String], dice: &mut Dice| if !list.is_empty() && dice.percent(30) { "," } else { "" };
-        let parameters = match declared.as_slice() {
-            [] => self.dice.pick(&["", "", "<>"]).to_string(),
-            some => format!("<{}{}>", some.join(", "), trailing(some, &mut self.dice)),
-        };
-        let bound =
-            explicit.then(|| format!("bound = \"{}{}\"", bound.join(", "), trailing(&bound, &mut self.dice)));
-        let clause = match clause.as_slice() {
-            [] => self.dice.pick(&["", "", "", "where"]).to_string(),
-            some => format!("where {}{}", some.join(", "), trailing(some, &mut self.dice)),
-        };
-        (parameters, clause, bound)
-    }
-
-    /// Lifetimes and types that no field mentions must be in a phantom one.
-    fn use_parameters(&mut self, alternatives: &mut Vec<Fields>, is_enum: bool) {
-        let mentioned = |name: &str| {
-            let words = |ty: &str| {
-                ty.split(|c: char| !c.is_alphanumeric() && !"_'#".contains(c)).any(|word| word == name)
-            };
-            alternatives.iter().flat_map(|fields| &fields.list).any(|field| words(&field.ty))
-        };
-        let consts = [Role::Length, Role::Flag, Role::Letter];
-        let mut unused: Vec<String> = Vec::new();
-        unused
-            .extend(self.lifetimes.iter().filter(|name| !mentioned(name)).map(|name| format!("&{name} ()")));
-        let types = self.parameters.iter().filter(|p| !consts.contains(&p.role) && !mentioned(p.name));
-        unused.extend(types.map(|p| format!("*const {}", p.name)));
-        if unused.is_empty() {
-            return;
-        }
-        if is_enum {
-            alternatives.push(Fields {
-                variant: "Phantom".to_string(),
-                attrs: String::new(),
-                kind: Kind::Tuple,
-                list: Vec::new(),
-            });
-        }
-        let vis = if is_enum { String::new() } else { self.vis() };
-        let field = Field {
-            foreign: String::new(),
-            words: Vec::new(),
-            malformed: String::new(),
-            vis,
-            name: "phantom".to_string(),
-            ty: format!("PhantomData<({},)>", unused.join(", ")),
-            is_state: false,
-        };
-        alternatives.last_mut().expect("a struct has its fields").list.push(field);
-    }
-}
-
-impl Item {
-    /// The item as the derive gets it.
-    pub fn text(&mut self) -> String {
-        let Item { foreign, vis, name, parameters, clause, alternatives, layout, .. } = self;
-        let attrs = attributes(&self.words, layout);
-        let keyword = if self.is_enum { "enum" } else { "struct" };
-        let head = format!("{foreign}{attrs}\n{vis} {keyword} {name}{parameters}");
-        let bodies: Vec<String> = alternatives.iter().map(|fields| fields.text(layout)).collect();
-        if self.is_enum {
-            let variant = |(fields, body): (&Fields, &String)| {
-                format!("    {}{}{body},\n", fields.attrs, fields.variant)
-            };
-            let variants: String = alternatives.iter().zip(&bodies).map(variant).collect();
-            return format!("{head} {clause} {{\n{variants}}}\n");
-        }
-        let body = &bodies[0];
-        match alternatives[0].kind {
-            Kind::Named => format!("{head} {clause} {body}\n"),
-            Kind::Tuple => format!("{head}{body} {clause};\n"),
-            Kind::Unit => format!("{head} {clause};\n"),
-        }
-    }
-
-    /// The item as a user writes it, in a module of its own.
-    #[allow(dead_code, reason = "only the root package compiles what is made")]
-    pub fn module(&mut self, name: &str) -> String {
-        format!(
-            "mod {name} {{\n#[allow(unused)] use super::prelude::*;\n{}\n{}}}\n",
-            self.derive.clone(),
-            self.text()
-        )
-    }
-
-    /// How many fields have a name in checkpoints.
-    #[allow(dead_code, reason = "only the derive's own tests count")]
-    pub fn states(&self) -> usize {
-        self.alternatives.iter().flat_map(|fields| &fields.list).filter(|field| field.is_state).count()
-    }
-}
-
-impl Fields {
-    fn text(&self, layout: &mut Dice) -> String {
-        let mut list = String::new();
-        for field in &self.list {
-            let name = if self.kind == Kind::Named { format!("{}: ", field.name) } else { String::new() };
-            let attrs = attributes(&field.words, layout);
-            list += &format!(
-                "        {}{attrs}{}{} {name}{},\n",
-                field.foreign, field.malformed, field.vis, field.ty
-            );
-        }
-        match self.kind {
-            Kind::Named => format!(" {{\n{list}    }}"),
-            Kind::Tuple => format!("(\n{list}    )"),
-            Kind::Unit => String::new(),
-        }
-    }
-}
-
-/// The words in one `#[fsdp(..)]` or in several.
-fn attributes(words: &[String], layout: &mut Dice) -> String {
-    let mut text = String::new();
-    let mut open = false;
-    for word in words {
-        if open && layout.percent(70) {
-            text += ", ";
-        } else {
-            text += if open { ")] #[fsdp(" } else { "#[fsdp(" };
-        }
-        text += word;
-        open = true;
-    }
-    if open {
-        text += layout.pick(&[")] ", ",)] ", ")]\n        "]);
-    } else if layout.percent(3) {
-        text += "#[fsdp()] ";
-    }
-    text
 }
