@@ -50,6 +50,24 @@ pub enum Choice {
     Three,
 }
 
+/// The words that the model above has no room for.
+#[derive(FsdpUnit)]
+#[fsdp(rename_all = "camelCase", crate = "fsdp", bound = "T: FsdpUnit")]
+pub struct Other<T>(
+    /// Saved, not trained.
+    #[fsdp(buffer)]
+    pub Option<candle_core::Tensor>,
+    /// Uniform.
+    #[fsdp(init = uniform(-0.5, 0.5), tp = dim(1), shape = [N, 2 * N])]
+    pub Vec<Param>,
+    /// Not the model's.
+    #[fsdp(skip)]
+    pub fn(),
+    pub(crate) T,
+);
+
+const N: usize = 2;
+
 /// Nothing in it.
 #[derive(FsdpUnit)]
 pub struct Empty;
@@ -78,5 +96,7 @@ fn strict_modules_are_usable() {
     };
     let choices = [Choice::One { weight: Param::new(1) }, Choice::Two(Param::new(1), 1), Choice::Three];
     assert_eq!((fields(&model), fields(&choices)), (5, 0));
+    let other = Other(None, vec![Param::new((2, 4))], || (), Empty);
+    assert_eq!((fields(&other), fields(&other.3)), (3, 0));
     assert_eq!((model.name, model.label.as_str(), model.window), ("name", "", None));
 }

@@ -67,6 +67,8 @@ pub struct FieldAttrs {
     pub tp: Option<Said<Tp>>,
     pub tie_with: Option<Said<LitStr>>,
     pub shape: Option<Said<Punctuated<Expr, Token![,]>>>,
+    /// Something else was meant than what is here; a mistake was reported.
+    pub is_flawed: bool,
 }
 
 /// All that the attributes of the struct or enum itself say.
@@ -82,7 +84,7 @@ impl FieldAttrs {
     /// Reads a field's attributes; mistakes go to `ctxt`.
     pub fn read(ctxt: &Ctxt, attrs: &[Attribute]) -> FieldAttrs {
         let mut said = FieldAttrs::default();
-        read_words(ctxt, attrs, FIELD_WORDS, |word, meta| {
+        let is_sound = read_words(ctxt, attrs, FIELD_WORDS, |word, meta| {
             let span = meta.path.span();
             match word {
                 "rename" => {
@@ -103,6 +105,7 @@ impl FieldAttrs {
             }
             Ok(())
         });
+        said.is_flawed = !is_sound;
         said
     }
 }
@@ -135,13 +138,18 @@ pub fn read_variant(ctxt: &Ctxt, attrs: &[Attribute]) {
 }
 
 /// Hands each word of each `#[fsdp(..)]` to `accept`, once. A mistake does not end the list: what follows the
-/// next comma is read as well.
+/// next comma is read as well. Returns whether there was none.
 fn read_words(
     ctxt: &Ctxt,
     attrs: &[Attribute],
     known: &'static [&'static str],
     mut accept: impl FnMut(&'static str, &ParseNestedMeta) -> Result<()>,
-) {
+) -> bool {
+    let mut is_sound = true;
+    let mut mistaken = |mistake| {
+        is_sound = false;
+        ctxt.push(mistake);
+    };
     let mut seen = Vec::new();
     for attr in attrs.iter().filter(|attr| attr.path().is_ident("fsdp")) {
         let list = attr.parse_nested_meta(|meta| {
@@ -156,14 +164,15 @@ fn read_words(
                 Err(unknown) => Err(unknown),
             };
             outcome.or_else(|mistake| {
-                ctxt.push(mistake);
+                mistaken(mistake);
                 to_next_comma(meta.input)
             })
         });
         if let Err(mistake) = list {
-            ctxt.push(mistake);
+            mistaken(mistake);
         }
     }
+    is_sound
 }
 
 fn to_next_comma(input: ParseStream<'_>) -> Result<()> {

@@ -41,7 +41,7 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
             }
         }
         Role::Plain(_) => {
-            let ty = field.ty.to_token_stream();
+            let ty = field.ty.to_token_stream().to_string().replace(" < ", "<").replace(" >", ">");
             for (word, span) in said(attrs) {
                 ctxt.error(
                     span,
@@ -94,9 +94,11 @@ fn partition_dim(ctxt: &Ctxt, attrs: &FieldAttrs) {
     }
 }
 
-/// A field that is left out of the model may be of any type; a parameter or a module may not.
+/// A field that is left out of the model may be of any type; a parameter or a module may not. Where the
+/// attributes are wrong, they may have meant to leave it out.
 fn field_type(ctxt: &Ctxt, field: &Field) {
     if matches!(field.role, Role::Walked)
+        && !field.attrs.is_flawed
         && let Some(refusal) = types::refusal(&field.ty)
     {
         ctxt.push(refusal);

@@ -12,7 +12,8 @@ use crate::model::{Body, Field, Module, Role, Variant};
 
 /// The impl of a module in which nothing is wrong.
 pub fn expand(module: &Module, krate: &Path) -> TokenStream {
-    let walker = Ident::new("walker", Span::mixed_site());
+    // Hygiene does not part a binding from the user's constants and tuple structs: the prefix does.
+    let walker = Ident::new("__walker", Span::mixed_site());
     let mut fields = Fields { module, written: Vec::new() };
     let (tree, body) = match &module.body {
         Body::Struct(members) => {
@@ -126,7 +127,7 @@ impl Fields<'_> {
     fn walk_variant(&mut self, variant: &Variant, walker: &Ident) -> (Vec<TokenStream>, Vec<TokenStream>) {
         let walk = |(position, field): (usize, &Field)| {
             let member = &field.member;
-            let binding = format_ident!("field{position}", span = Span::mixed_site());
+            let binding = format_ident!("__field{position}", span = Span::mixed_site());
             let statement = self.walk(field, walker, quote!(#binding))?;
             Some((quote!(#member: #binding), statement))
         };

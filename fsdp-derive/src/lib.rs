@@ -22,19 +22,19 @@ mod tests;
 #[doc = include_str!("../attributes.md")]
 #[proc_macro_derive(FsdpUnit, attributes(fsdp))]
 pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
-    derive(input.into(), krate::of_the_user()).into()
+    derive(input.into(), krate::of_the_user).into()
 }
 
-/// The derive on `proc_macro2` tokens, so that tests can call it. `krate` is where the `fsdp` crate is unless
-/// the input says otherwise.
-fn derive(input: proc_macro2::TokenStream, krate: syn::Path) -> proc_macro2::TokenStream {
+/// The derive on `proc_macro2` tokens, so that tests can call it. `krate` says where the `fsdp` crate is if the
+/// input does not: it reads the user's manifest.
+fn derive(input: proc_macro2::TokenStream, krate: impl FnOnce() -> syn::Path) -> proc_macro2::TokenStream {
     let input = match syn::parse2::<syn::DeriveInput>(input) {
         Ok(input) => input,
         Err(error) => return error.into_compile_error(),
     };
     let ctxt = ctxt::Ctxt::new();
     let module = model::Module::from_input(&ctxt, &input);
-    let krate = module.as_ref().and_then(|module| module.attrs.krate.clone()).unwrap_or(krate);
+    let krate = module.as_ref().and_then(|module| module.attrs.krate.clone()).unwrap_or_else(krate);
     if let Some(module) = &module {
         check::check(&ctxt, module);
     }

@@ -43,9 +43,9 @@ impl RenameRule {
         Some(RenameRule::ALL[at])
     }
 
-    /// A field's name under the rule.
+    /// A field's name under the rule; as it is if nothing would be left of it.
     pub fn apply(self, field: &str) -> String {
-        match self {
+        let name = match self {
             RenameRule::Lower | RenameRule::Snake => field.to_string(),
             RenameRule::Upper | RenameRule::ScreamingSnake => field.to_uppercase(),
             RenameRule::Pascal => field.split('_').map(capital).collect(),
@@ -56,7 +56,8 @@ impl RenameRule {
             }
             RenameRule::Kebab => field.replace('_', "-"),
             RenameRule::ScreamingKebab => field.to_uppercase().replace('_', "-"),
-        }
+        };
+        if name.is_empty() { field.to_string() } else { name }
     }
 }
 
@@ -89,5 +90,6 @@ mod tests {
         assert_eq!(RenameRule::named("camelcase"), None);
         assert_eq!(RenameRule::Camel.apply("_hidden"), "hidden");
         assert_eq!(RenameRule::Pascal.apply("w"), "W");
+        assert_eq!(RenameRule::Camel.apply("__"), "__");
     }
 }

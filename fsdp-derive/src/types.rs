@@ -106,6 +106,11 @@ pub fn refusal(ty: &Type) -> Option<syn::Error> {
             );
             return Some(syn::Error::new_spanned(object, message));
         }
+        if let Type::Reference(reference) = part {
+            let message = "a model owns its parameters: hold the module itself, or an `Arc` of it; or, if it holds \
+                 no parameters, mark it `#[fsdp(skip)]`";
+            return Some(syn::Error::new_spanned(reference, message));
+        }
         let Type::Path(path) = part else { return None };
         let name = known(&path.path)?.ident.to_string();
         let reason = match name.as_str() {
@@ -116,8 +121,12 @@ pub fn refusal(ty: &Type) -> Option<syn::Error> {
             "Tensor" | "Var" => {
                 "is neither sharded nor trained: make it a `Param`, or leave the field out with `#[fsdp(skip)]`"
             }
-            "HashMap" | "HashSet" => {
+            "HashMap" => {
                 "has no stable order, so ranks would disagree on the layout: use a `BTreeMap`; or, if it holds no \
+                 parameters, mark it `#[fsdp(skip)]`"
+            }
+            "HashSet" => {
+                "has no stable order, so ranks would disagree on the layout: use a `Vec`; or, if it holds no \
                  parameters, mark it `#[fsdp(skip)]`"
             }
             "Rc" => "cannot be sent to a rank's thread: use `Arc` or `Box`; or, if it holds no parameters, mark it `#[fsdp(skip)]`",
@@ -229,6 +238,7 @@ mod tests {
         assert!(reason(parse_quote!(HashMap<String, L>)).unwrap().contains("BTreeMap"));
         assert!(reason(parse_quote!(Option<std::rc::Rc<L>>)).unwrap().contains("#[fsdp(skip)]"));
         assert!(reason(parse_quote!(Mutex<L>)).unwrap().contains("#[fsdp(skip)]"));
+        assert!(reason(parse_quote!(Vec<&'a L>)).unwrap().contains("owns its parameters"));
         assert_eq!(reason(parse_quote!(crate::nn::Tensor)), None);
         assert_eq!(reason(parse_quote!(self::Mutex<L>)), None);
         assert_eq!(reason(parse_quote!(Outer<Tensor>)), None);

@@ -4,21 +4,9 @@ use proc_macro2::{Delimiter, Group, Ident, Literal, Punct, Spacing, Span, TokenS
 use quote::quote;
 
 use super::derive;
+use super::generate::Dice;
 
-/// splitmix64: enough to pick mutations, the same on every run.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % n as u64) as usize
-    }
-}
-
-fn seeds() -> Vec<TokenStream> {
+pub fn seeds() -> Vec<TokenStream> {
     vec![
         quote! {
             #[derive(Debug)]
@@ -111,7 +99,7 @@ fn mutate(tokens: TokenStream, dice: &mut Dice) -> TokenStream {
 
 #[test]
 fn no_panic_and_always_items() {
-    let mut dice = Dice(7);
+    let mut dice = Dice::new(7);
     let mut refused = 0;
     for round in 0..400 {
         for seed in seeds() {
@@ -132,7 +120,7 @@ fn no_panic_and_always_items() {
 
 #[test]
 fn arbitrary_tokens_are_errors() {
-    let mut dice = Dice(11);
+    let mut dice = Dice::new(11);
     for length in 0..300 {
         let tokens: TokenStream = (0..length % 40).map(|_| random_token(&mut dice)).collect();
         assert!(derive(tokens).to_string().contains("compile_error"));

@@ -1,11 +1,22 @@
 //! What the derive says is wrong.
 
+use proc_macro2::TokenStream;
 use quote::quote;
 
 use super::errors;
 
+/// A struct of one field that has these words.
+fn field(words: TokenStream) -> TokenStream {
+    quote!(
+        struct S {
+            #[fsdp(#words)]
+            a: P,
+        }
+    )
+}
+
 #[track_caller]
-fn assert_error(input: proc_macro2::TokenStream, expected: &str) {
+fn assert_error(input: TokenStream, expected: &str) {
     assert_eq!(errors(input), [expected]);
 }
 
@@ -18,34 +29,9 @@ fn unions_are_refused_once() {
 
 #[test]
 fn unknown_words_get_the_nearest_or_all_known_ones() {
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(forzen)]
-                a: P,
-            }
-        ),
-        "unknown attribute `forzen`: did you mean `frozen`?",
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(colour = 3)]
-                a: P,
-            }
-        ),
-        "unknown attribute `colour`: expected `buffer`, `dtype`, `expert`, `frozen`, `no_decay`, `rename`, `shape`, \
-         `skip`, `tie_with` or `tp`",
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(a::b)]
-                a: P,
-            }
-        ),
-        &format!("unknown attribute `a::b`: expected {ALL}"),
-    );
+    assert_error(field(quote!(forzen)), "unknown attribute `forzen`: did you mean `frozen`?");
+    assert_error(field(quote!(colour = 3)), &format!("unknown attribute `colour`: expected {ALL}"));
+    assert_error(field(quote!(a::b)), &format!("unknown attribute `a::b`: expected {ALL}"));
     assert_error(
         quote!(
             #[fsdp(create = "x")]
@@ -55,8 +41,7 @@ fn unknown_words_get_the_nearest_or_all_known_ones() {
     );
 }
 
-const ALL: &str =
-    "`buffer`, `dtype`, `expert`, `frozen`, `no_decay`, `rename`, `shape`, `skip`, `tie_with` or `tp`";
+const ALL: &str = "`buffer`, `dtype`, `expert`, `frozen`, `init`, `no_decay`, `rename`, `shape`, `skip`, `tie_with` or `tp`";
 
 #[test]
 fn words_in_the_wrong_place() {
@@ -67,15 +52,7 @@ fn words_in_the_wrong_place() {
         ),
         "`frozen` belongs on a field, not on the struct",
     );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(crate = "x")]
-                a: P,
-            }
-        ),
-        "`crate` belongs on the struct, not on a field",
-    );
+    assert_error(field(quote!(crate = "x")), "`crate` belongs on the struct, not on a field");
     assert_error(
         quote!(
             enum E {
@@ -86,12 +63,7 @@ fn words_in_the_wrong_place() {
         "`#[fsdp(..)]` has no meaning on a variant: put it on the variant's fields",
     );
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(unit)]
-                a: P,
-            }
-        ),
+        field(quote!(unit)),
         "`unit` is not an attribute: a communication unit is a type, write the field as `Unit<..>`",
     );
 }
@@ -99,15 +71,7 @@ fn words_in_the_wrong_place() {
 #[test]
 fn duplicates_are_named() {
     let message = |word: &str| format!("duplicate `{word}`: it was said before");
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(frozen, frozen)]
-                a: P,
-            }
-        ),
-        &message("frozen"),
-    );
+    assert_error(field(quote!(frozen, frozen)), &message("frozen"));
     assert_error(
         quote!(
             struct S {
@@ -148,18 +112,11 @@ fn conflicts_name_both_words() {
         ("dtype", quote!(dtype = "f32")),
         ("tp", quote!(tp = row)),
         ("tie_with", quote!(tie_with = "x")),
+        ("init", quote!(init = ones)),
         ("shape", quote!(shape = [1])),
     ] {
         let expected = format!("`{word}` and `skip` contradict each other: a skipped field has no state");
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(skip, #given)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
+        assert_error(field(quote!(skip, #given)), &expected);
         assert_error(
             quote!(
                 struct S {
@@ -172,7 +129,7 @@ fn conflicts_name_both_words() {
         );
         if !["rename", "buffer"].contains(&word) {
             let expected = format!(
-                "`{word}` and `buffer` contradict each other: a buffer is kept as it is, only parameters can be `{word}`"
+                "`{word}` and `buffer` contradict each other: a buffer is kept as it is, `{word}` is for parameters"
             );
             assert_error(
                 quote!(
@@ -199,79 +156,18 @@ fn conflicts_name_both_words() {
 #[test]
 fn bad_values_show_what_is_allowed() {
     let dtype = |text: &str| format!("unknown dtype `{text}`: expected `f32`, `bf16` or `f16`");
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = "fp16")]
-                a: P,
-            }
-        ),
-        &dtype("fp16"),
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = "")]
-                a: P,
-            }
-        ),
-        &dtype(""),
-    );
+    assert_error(field(quote!(dtype = "fp16")), &dtype("fp16"));
+    assert_error(field(quote!(dtype = "")), &dtype(""));
     let string = "`dtype` takes a string: `dtype = \"bf16\"`";
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = bf16)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype = 16)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype =)]
-                a: P,
-            }
-        ),
-        string,
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(dtype("f32"))]
-                a: P,
-            }
-        ),
-        string,
-    );
+    assert_error(field(quote!(dtype = bf16)), string);
+    assert_error(field(quote!(dtype = 16)), string);
+    assert_error(field(quote!(dtype)), string);
+    assert_error(field(quote!(dtype =)), string);
+    assert_error(field(quote!(dtype("f32"))), string);
 
     let placements = "expected `tp = column`, `row`, `replicate` or `dim(N)`";
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(tp = colum)]
-                a: P,
-            }
-        ),
+        field(quote!(tp = colum)),
         &format!("unknown tensor-parallel placement `colum`: did you mean `column`?\n{placements}"),
     );
     for given in [
@@ -284,32 +180,11 @@ fn bad_values_show_what_is_allowed() {
         quote!(tp = dim[1]),
         quote!(tp = dim(99999999999999999999999)),
     ] {
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(#given)]
-                    a: P,
-                }
-            ),
-            placements,
-        );
+        assert_error(field(quote!(#given)), placements);
     }
+    assert_error(field(quote!(skip = true)), "`skip` takes no value: write `skip`");
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(skip = true)]
-                a: P,
-            }
-        ),
-        "`skip` takes no value: write `skip`",
-    );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(frozen = 1)]
-                a: P,
-            }
-        ),
+        field(quote!(frozen = 1)),
         "`frozen` stands alone or is `frozen = true` or `frozen = false`",
     );
     assert_error(
@@ -330,25 +205,97 @@ fn bad_values_show_what_is_allowed() {
 }
 
 #[test]
-fn shape_is_refused_until_it_has_a_meaning() {
+fn a_tied_parameter_has_no_initial_value() {
     assert_error(
-        quote!(
-            struct S {
-                #[fsdp(shape = [OUT, 2 * IN])]
-                a: P,
-            }
-        ),
-        "`shape` is not supported yet: the shape is that of the `Param` at run time",
+        field(quote!(tie_with = "b", init = zeros)),
+        "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
     );
-    assert_error(
-        quote!(
-            struct S {
-                #[fsdp(shape = 3)]
-                a: P,
-            }
+}
+
+#[test]
+fn initial_values_are_known_by_name_and_count() {
+    let expected =
+        "expected `init = zeros`, `ones`, `constant(VALUE)`, `normal(MEAN, STD)` or `uniform(LOW, HIGH)`";
+    for (given, message) in [
+        (quote!(init), expected.to_string()),
+        (quote!(init = "zeros"), expected.to_string()),
+        (quote!(init = 0.5), expected.to_string()),
+        (
+            quote!(init = norml(0.0, 1.0)),
+            format!("unknown initial value `norml`: did you mean `normal`?\n{expected}"),
         ),
-        "expected `shape = [OUT, IN]`",
-    );
+        (quote!(init = kaiming), format!("unknown initial value `kaiming`\n{expected}")),
+        (quote!(init = zeros(1.0)), "`zeros` takes no numbers: write `init = zeros`".to_string()),
+        (quote!(init = constant), format!("`constant` takes 1 number, got 0\n{expected}")),
+        (quote!(init = normal(1.0)), format!("`normal` takes 2 numbers, got 1\n{expected}")),
+        (quote!(init = uniform(0.0, 1.0, 2.0)), format!("`uniform` takes 2 numbers, got 3\n{expected}")),
+    ] {
+        assert_error(field(quote!(#given)), &message);
+    }
+}
+
+#[test]
+fn a_shape_is_a_list_that_has_the_partition_dim() {
+    for given in [quote!(shape), quote!(shape = 3), quote!(shape = (1, 2)), quote!(shape("[1]"))] {
+        assert_error(field(quote!(#given)), "expected `shape = [OUT, IN]`");
+    }
+    for (tp, shape, message) in [
+        (quote!(row), quote!([8]), "`tp = row` cuts dim 1, but the declared `shape` has only dim 0"),
+        (quote!(column), quote!([]), "`tp = column` cuts dim 0, but the declared `shape` has no dims"),
+        (
+            quote!(dim(3)),
+            quote!([1, 2]),
+            "`tp = dim(3)` cuts dim 3, but the declared `shape` has only dims 0 to 1",
+        ),
+    ] {
+        assert_error(field(quote!(shape = #shape, tp = #tp)), message);
+    }
+}
+
+#[test]
+fn words_of_the_struct_have_their_values_checked() {
+    let ranks = "`tp_size` takes the number of tensor-parallel ranks: `tp_size = 8`";
+    let rule = "`rename_all` takes a string: `rename_all = \"camelCase\"`";
+    for (given, message) in [
+        (quote!(tp_size), ranks),
+        (quote!(tp_size = 0), ranks),
+        (quote!(tp_size = "8"), ranks),
+        (quote!(tp_size = 2.0), ranks),
+        (quote!(rename_all), rule),
+        (quote!(rename_all = camelCase), rule),
+        (
+            quote!(rename_all = "camelcase"),
+            "unknown rule `camelcase` of `rename_all`: did you mean `camelCase`?",
+        ),
+        (
+            quote!(rename_all = "Title Case"),
+            "unknown rule `Title Case` of `rename_all`: expected `lowercase`, `UPPERCASE`, `PascalCase`, `camelCase`, \
+             `snake_case`, `SCREAMING_SNAKE_CASE`, `kebab-case` or `SCREAMING-KEBAB-CASE`",
+        ),
+    ] {
+        assert_error(
+            quote!(
+                #[fsdp(#given)]
+                struct S {
+                    a: P,
+                }
+            ),
+            message,
+        );
+    }
+}
+
+#[test]
+fn trait_objects_are_refused() {
+    let found = errors(quote!(
+        struct S {
+            a: Vec<Box<dyn Layer + Send>>,
+            #[fsdp(skip)]
+            b: Box<dyn Layer>,
+        }
+    ));
+    assert_eq!(found.len(), 1);
+    assert!(found[0].starts_with("`dyn Layer + Send` hides its parameters from the layout"), "{found:?}");
 }
 
 #[test]
@@ -363,24 +310,8 @@ fn names_must_be_segments_joined_by_dots() {
     ] {
         let expected =
             format!("the name {name:?} {wrong}: expected segments joined by dots, such as \"model.norm\"");
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(rename = #name)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
-        assert_error(
-            quote!(
-                struct S {
-                    #[fsdp(tie_with = #name)]
-                    a: P,
-                }
-            ),
-            &expected,
-        );
+        assert_error(field(quote!(rename = #name)), &expected);
+        assert_error(field(quote!(tie_with = #name)), &expected);
     }
 }
 
@@ -445,6 +376,28 @@ fn attributes_on_plain_data_are_refused() {
         ),
         "`frozen` has no meaning here: `f64` is plain data, no part of the model's state",
     );
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(frozen)]
+                p: PhantomData<T>,
+            }
+        ),
+        "`frozen` has no meaning here: `PhantomData<T>` is plain data, no part of the model's state",
+    );
+}
+
+#[test]
+fn a_mistaken_attribute_is_not_followed_by_doubts_about_the_type() {
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(bufer)]
+                a: Tensor,
+            }
+        ),
+        "unknown attribute `bufer`: did you mean `buffer`?",
+    );
 }
 
 #[test]
@@ -469,54 +422,11 @@ fn malformed_attributes_are_errors() {
         .len(),
         1
     );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp("skip")]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(frozen no_decay)]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(,)]
-                a: P,
-            }
-        ))
-        .len(),
-        1
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp()]
-                a: P,
-            }
-        )),
-        [""; 0]
-    );
-    assert_eq!(
-        errors(quote!(
-            struct S {
-                #[fsdp(frozen)]
-                a: P,
-            }
-        )),
-        [""; 0]
-    );
+    assert_eq!(errors(field(quote!("skip"))).len(), 1);
+    assert_eq!(errors(field(quote!(frozen no_decay))).len(), 1);
+    assert_eq!(errors(field(quote!(,))).len(), 1);
+    assert_eq!(errors(field(quote!())), [""; 0]);
+    assert_eq!(errors(field(quote!(frozen))), [""; 0]);
 }
 
 #[test]

@@ -1,14 +1,19 @@
 //! Tests of the derive as a function of tokens.
 
+mod bounds;
 mod broken_input;
 mod expansion;
+mod generate;
+mod generated;
+mod hygiene;
 mod messages;
+mod mistakes;
 
 use proc_macro2::TokenStream;
 
 /// The derive in a crate that has `fsdp` under its own name.
 fn derive(input: TokenStream) -> TokenStream {
-    crate::derive(input, syn::parse_quote!(::fsdp))
+    crate::derive(input, || syn::parse_quote!(::fsdp))
 }
 
 /// The messages of a derive, in order; empty if it succeeded.

@@ -25,7 +25,7 @@ pub struct Model {
     pub param: Option<Param>,
     pub pair: (Param, Leaf),
     pub arc: Arc<Leaf>,
-    pub dynamic: Box<dyn FsdpUnit>,
+    pub slice: Box<[Leaf]>,
     pub unit: (),
     pub name: String,
     pub heads: usize,

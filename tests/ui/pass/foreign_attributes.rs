@@ -19,12 +19,6 @@ pub struct Model {
     pub b: Param,
     #[rustfmt::skip]
     pub c: Param,
-    #[cfg(any())]
-    pub absent: Missing,
-    #[cfg(all())]
-    pub present: Param,
-    #[cfg_attr(all(), fsdp(skip))]
-    pub skipped: std::rc::Rc<u8>,
 }
 
 fn main() {

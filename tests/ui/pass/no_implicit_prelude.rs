@@ -3,6 +3,7 @@
 #![no_implicit_prelude]
 
 #[derive(::fsdp::FsdpUnit)]
+#[fsdp(rename_all = "camelCase")]
 pub struct Model {
     #[fsdp(frozen, tp = column, dtype = "f32", tie_with = "list", expert, no_decay, shape = [1])]
     pub weight: ::fsdp::Param,

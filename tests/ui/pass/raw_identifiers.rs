@@ -23,10 +23,13 @@ pub enum r#enum {
     r#loop(Param),
 }
 
+fn assert_module<M: FsdpUnit>(_: &M) {}
+
 fn main() {
     let param = || Param::new(1);
     let model =
         r#try { r#type: param(), r#match: param(), normal: param(), r#mod: Inner { r#fn: param() } };
     let choices = [r#enum::r#if { r#else: param() }, r#enum::r#loop(param())];
-    let _: (&dyn FsdpUnit, &dyn FsdpUnit) = (&model, &choices);
+    assert_module(&model);
+    assert_module(&choices);
 }

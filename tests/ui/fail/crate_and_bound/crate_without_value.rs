@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+#[fsdp(crate)]
+struct Layer {
+    up_proj: Param,
+}
+
+fn main() {}

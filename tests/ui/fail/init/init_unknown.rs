@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(init = kaiming)]
+    weight: Param,
+}
+
+fn main() {}

@@ -1,0 +1,4 @@
+#[derive(fsdp::FsdpUnit)]
+fn forward() {}
+
+fn main() {}

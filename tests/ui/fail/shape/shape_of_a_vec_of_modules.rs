@@ -1,0 +1,14 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Leaf {
+    weight: Param,
+}
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(shape = [4, 2])]
+    modules: Vec<Leaf>,
+}
+
+fn main() {}

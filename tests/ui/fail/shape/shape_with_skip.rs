@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(skip, shape = [4])]
+    weight: Param,
+}
+
+fn main() {}

@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(tp)]
+    weight: Param,
+}
+
+fn main() {}

@@ -1,0 +1,8 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    weights: Vec<std::cell::OnceCell<Param>>,
+}
+
+fn main() {}

@@ -1,0 +1,10 @@
+use fsdp::FsdpUnit;
+
+trait Layers {}
+
+#[derive(FsdpUnit)]
+struct Layer {
+    layer: Box<dyn Layers>,
+}
+
+fn main() {}
