@@ -33,6 +33,7 @@ fn one_group(shapes: &[Vec<usize>], ranks: usize) -> ModelLayout {
         key,
         no_decay: false,
         tp: None,
+        tp_parts: 1,
         shared: false,
     };
     build(shapes.iter().enumerate().map(spec).collect(), 1, ranks, None)
