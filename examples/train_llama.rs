@@ -369,7 +369,11 @@ fn fsdp_config(sharding: &ShardingOptions, training: &TrainingOptions, trace: bo
             Alignment::Element => ShardAlignment::Element,
             Alignment::Row => ShardAlignment::Row,
         },
-        precision: MixedPrecision { param: sharding.param_dtype, reduce: sharding.reduce_dtype },
+        precision: MixedPrecision {
+            param: sharding.param_dtype,
+            reduce: sharding.reduce_dtype,
+            ..MixedPrecision::F32
+        },
         recompute: if sharding.recompute { Recompute::Unit } else { Recompute::None },
         double_buffer: !sharding.no_double_buffer,
         seed: training.seed,

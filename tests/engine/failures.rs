@@ -16,7 +16,7 @@ fn ranks_with_different_models_learn_it_when_they_shard() {
     for (mine, other) in [((8, "f32"), (10, "f32")), ((8, "bf16"), (8, "f32"))] {
         on_ranks(2, |world| {
             let (n, dtype) = if world.rank() == 0 { mine } else { other };
-            let precision = MixedPrecision { param: dtype.parse().unwrap(), reduce: Dtype::F32 };
+            let precision = MixedPrecision { param: dtype.parse().unwrap(), ..MixedPrecision::F32 };
             let config = FsdpConfig { precision, ..FsdpConfig::default() };
             let model = Fields::<true> { units: vec![Dot::zeros(3), Dot::zeros(n)] };
             let error = model.fully_shard_with(&world.data_parallel_mesh(), &config).unwrap_err();

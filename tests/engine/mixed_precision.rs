@@ -25,7 +25,7 @@ fn sixteen_bit_gradients_are_summed_in_f32() {
 fn gradients_may_travel_in_sixteen_bits() {
     for strategy in Strategy::ALL {
         on_ranks(2, |world| {
-            let precision = MixedPrecision { param: Dtype::F32, reduce: Dtype::BF16 };
+            let precision = MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F32 };
             let config = FsdpConfig { precision, ..config(strategy) };
             let model = Dots { units: (0..3).map(|_| Dot::zeros(5)).collect() };
             let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
@@ -165,4 +165,70 @@ fn a_unit_may_hold_several_dtypes() {
             Ok(())
         });
     }
+}
+
+/// `x * w` in the dtype in which it gets its input.
+#[derive(FsdpUnit)]
+struct Scale {
+    w: Param,
+    #[fsdp(skip)]
+    expected: DType,
+}
+
+impl Forward for Scale {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        assert_eq!(x.dtype(), self.expected);
+        x * self.w.tensor(scope)?
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Scales {
+    half: Unit<Scale>,
+    #[fsdp(dtype = "f32")]
+    single: Unit<Scale>,
+    #[fsdp(skip)]
+    between: DType,
+}
+
+impl Forward for Scales {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let x = self.half.forward(x, &(), scope)?;
+        assert_eq!(x.dtype(), self.between);
+        let x = self.single.forward(&x, &(), scope)?;
+        assert_eq!(x.dtype(), self.between);
+        x.sum_all()
+    }
+}
+
+#[test]
+fn inputs_and_outputs_of_units_are_cast_as_the_policy_says() {
+    for (output, between) in [(Dtype::F32, DType::F32), (Dtype::BF16, DType::BF16)] {
+        for recompute in [Recompute::None, Recompute::Unit] {
+            on_ranks(2, |world| {
+                let precision =
+                    MixedPrecision { cast_inputs: true, output: Some(output), ..MixedPrecision::BF16 };
+                let config = FsdpConfig { precision, recompute, ..config(Strategy::default()) };
+                let scale =
+                    |expected| Unit::new(Scale { w: Param::new(4).with_init(Init::Constant(0.5)), expected });
+                let model = Scales { half: scale(DType::BF16), single: scale(DType::F32), between };
+                let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let loss: Tensor = model.evaluate(&full(4, 3.0))?;
+                assert_eq!(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?, 3.0);
+                let loss: Tensor = model.forward(&full(4, 3.0))?;
+                model.backward(&loss)?;
+                assert_eq!(gradients(&model)?, named(&[("half.w", &[1.5; 4]), ("single.w", &[1.5; 4])]));
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_policy_says_what_it_is() {
+    assert_eq!(
+        MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F16 }.to_string(),
+        "weights f16 on the wire and in compute, unreduced gradients bf16, sums and main gradients f32, main weights \
+         f32, inputs of units as they come, outputs of units as computed"
+    );
 }

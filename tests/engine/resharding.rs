@@ -182,7 +182,7 @@ fn under_no_sync_nothing_is_reduced_and_whole_gradients_are_held() {
     for strategy in Strategy::ALL {
         for wire in [Dtype::F32, Dtype::BF16] {
             on_ranks(2, |world| {
-                let precision = MixedPrecision { param: Dtype::F32, reduce: wire };
+                let precision = MixedPrecision { reduce: wire, ..MixedPrecision::F32 };
                 let config = FsdpConfig { precision, ..config(strategy) };
                 let mut model = stack(5, |_| ReshardAfterForward::Always)
                     .fully_shard_with(&world.data_parallel_mesh(), &config)?;

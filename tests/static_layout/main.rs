@@ -19,7 +19,7 @@ trait Model: FsdpUnit {
 /// Every figure of the type is that of the model, over the ranks, strategies and precisions.
 fn assert_figures_agree<M: Model>(tp: &[usize]) {
     let model = M::new();
-    let half = MixedPrecision { param: Dtype::F16, reduce: Dtype::BF16 };
+    let half = MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F16 };
     for &tp in tp {
         for ranks in RANKS {
             for precision in [MixedPrecision::F32, MixedPrecision::BF16, half] {

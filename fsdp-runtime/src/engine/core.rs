@@ -13,12 +13,13 @@ use super::config::FsdpConfig;
 use super::param::Param;
 use super::sink::GradSink;
 use super::tokens::TokenCount;
+use super::unit::Casts;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::device::{Fill, fill};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
-use crate::memory::{Account, Aliases};
+use crate::memory::{Account, Aliases, candle_dtype};
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::spec::{ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
@@ -173,6 +174,14 @@ impl Engine {
     /// Path of a unit for messages.
     pub(crate) fn unit_name(&self, unit: usize) -> &str {
         if unit == ROOT { "(root)" } else { &self.units[unit].path }
+    }
+
+    /// What is cast at the unit's boundary.
+    pub(crate) fn casts(&self, unit: usize) -> Casts {
+        let precision = &self.config.precision;
+        let weights = self.units[unit].params.first().map(|&param| self.layout.params[param].key.dtype);
+        let input = if precision.cast_inputs { weights } else { None };
+        Casts { input: input.map(candle_dtype), output: precision.output.map(candle_dtype) }
     }
 
     pub(crate) fn tag(&self, what: &str, phase: Phase) -> Tag {

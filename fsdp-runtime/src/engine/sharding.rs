@@ -329,17 +329,19 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         Ok(agreed) => (&agreed.0, &agreed.1),
         Err(error) => return vec![error.to_string()],
     };
-    let mut lines = vec![format!(
-        "configuration: strategy {}, outer strategy {}, reshard after forward {:?}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
-        config.strategy,
-        config.outer,
-        config.reshard_after_forward,
-        config.alignment,
-        config.precision.reduce,
-        config.scaling,
-        config.prefetch,
-        config.seed
-    )];
+    // What the precision says of weights is in the line of each parameter.
+    let precision = &config.precision;
+    let mut lines = vec![
+        format!("strategy {}", config.strategy),
+        format!("outer strategy {}", config.outer),
+        format!("reshard after forward {:?}", config.reshard_after_forward),
+        format!("{:?} alignment", config.alignment),
+        format!("reduce dtype {}", precision.reduce),
+        format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
+        format!("{:?} scaling", config.scaling),
+        format!("prefetch {}", config.prefetch),
+        format!("seed {}", config.seed),
+    ];
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());
     let starts = layout.params.iter().zip(&collected.inits);

@@ -175,12 +175,17 @@ impl<T> Unit<T> {
         };
         let guard =
             run.engine.enter(run.unit, Phase::Forward).map_err(|error| run.engine.note_failure(error))?;
+        let casts = bound.engine.casts(bound.unit);
         if !outer.track {
             // Evaluation, or a unit inside one that keeps no graph in its forward.
-            let (output, _) = run.forward(input, false, "forward")?;
-            return Ok(output);
+            let (output, _) = match casts.input {
+                None => run.forward(input, false, "forward")?,
+                to => run.forward(&cast_floats(input, to)?, false, "forward")?,
+            };
+            return if casts.output.is_none() { Ok(output) } else { cast_floats(&output, casts.output) };
         }
         let (packed, shapes) = input.pack()?;
+        let packed = cast_float(packed, casts.input)?;
         let (saved, value) = match bound.recompute {
             Recompute::None => {
                 let inner = run.graph(&packed, &shapes, "forward")?;
@@ -206,7 +211,26 @@ impl<T> Unit<T> {
             pass: Mutex::new(Some(BackwardPass { run, saved, expectation })),
         };
         let output = packed.apply_op2(&bound.anchor, boundary)?;
-        O::unpack(&output, &output_shapes)
+        O::unpack(&cast_float(output, casts.output)?, &output_shapes)
+    }
+}
+
+/// Dtypes that floating-point tensors are cast to at a unit's boundary.
+#[derive(Clone, Copy)]
+pub(crate) struct Casts {
+    pub input: Option<DType>,
+    pub output: Option<DType>,
+}
+
+fn cast_floats<T: Tensors>(tensors: &T, to: Option<DType>) -> Result<T> {
+    let (packed, shapes) = tensors.pack()?;
+    T::unpack(&cast_float(packed, to)?, &shapes)
+}
+
+fn cast_float(tensor: Tensor, to: Option<DType>) -> Result<Tensor> {
+    match to {
+        Some(to) if tensor.dtype().is_float() => tensor.to_dtype(to),
+        _ => Ok(tensor),
     }
 }
 

@@ -219,15 +219,35 @@ impl std::str::FromStr for OuterStrategy {
     }
 }
 
-/// Dtypes of a training run.
+/// Dtypes of a training run. Printing one says what each is.
+///
+/// What is not here is FP32 always: sums over ranks, main gradients and their accumulation over microbatches, main
+/// weights of 16-bit parameters, and the optimizer's state.
+///
+/// ```
+/// use fsdp_runtime::MixedPrecision;
+/// use fsdp_runtime::spec::Dtype;
+///
+/// let precision = MixedPrecision { output: Some(Dtype::F32), cast_inputs: true, ..MixedPrecision::BF16 };
+/// assert_eq!(
+///     precision.to_string(),
+///     "weights bf16 on the wire and in compute, unreduced gradients f32, sums and main gradients f32, main weights \
+///      f32, inputs of units cast to their weights' dtype, outputs of units cast to f32"
+/// );
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MixedPrecision {
     /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute
     /// says otherwise.
     pub param: Dtype,
-    /// Dtype in which unreduced gradients travel. Sums are formed in FP32 whatever it is, and main gradients
-    /// are FP32.
+    /// Dtype in which unreduced gradients are held and travel. Sums are formed in FP32 whatever it is.
     pub reduce: Dtype,
+    /// Cast what goes into a unit to the dtype of the unit's (first) weights. Integers are left alone, and so is a
+    /// unit's context.
+    pub cast_inputs: bool,
+    /// Cast what comes out of a unit to this dtype; `None` leaves it as computed. With `cast_inputs`, activations
+    /// between units can have more bits than those inside.
+    pub output: Option<Dtype>,
 }
 
 impl Default for MixedPrecision {
@@ -239,10 +259,28 @@ impl Default for MixedPrecision {
 
 impl MixedPrecision {
     /// All FP32.
-    pub const F32: MixedPrecision = MixedPrecision { param: Dtype::F32, reduce: Dtype::F32 };
+    pub const F32: MixedPrecision =
+        MixedPrecision { param: Dtype::F32, reduce: Dtype::F32, cast_inputs: false, output: None };
 
     /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
-    pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, reduce: Dtype::F32 };
+    pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, ..MixedPrecision::F32 };
+
+    /// float16 weights, FP32 reduction, FP32 main weights and gradients: to be trained with a scaled loss.
+    pub const F16: MixedPrecision = MixedPrecision { param: Dtype::F16, ..MixedPrecision::F32 };
+}
+
+impl std::fmt::Display for MixedPrecision {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let MixedPrecision { param, reduce, cast_inputs, output } = self;
+        write!(f, "weights {param} on the wire and in compute, unreduced gradients {reduce}, ")?;
+        write!(f, "sums and main gradients f32, main weights f32, ")?;
+        let inputs = if *cast_inputs { "cast to their weights' dtype" } else { "as they come" };
+        write!(f, "inputs of units {inputs}, outputs of units ")?;
+        match output {
+            Some(output) => write!(f, "cast to {output}"),
+            None => f.write_str("as computed"),
+        }
+    }
 }
 
 /// How much of the training state is sharded among the `dp_shard` ranks (ZeRO-0 to 3).
