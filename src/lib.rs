@@ -65,7 +65,7 @@ pub use fsdp_runtime::{
     Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init, MixedPrecision,
     Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
 };
-pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, spec, trace};
+pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, random, spec, trace};
 
 /// What a training program needs: `use fsdp::prelude::*;`.
 ///

@@ -14,8 +14,7 @@
 use std::f64::consts::TAU;
 use std::ops::Range;
 
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use crate::random::Words;
 
 /// Initial value of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -63,9 +62,9 @@ impl Init {
             Init::Constant(value) => out.fill(value),
             Init::Zeros => out.fill(0.0),
             Init::Ones => out.fill(1.0),
-            Init::Normal { mean, std } => normal(Words::new(seed, name), mean, std, range.start, out),
+            Init::Normal { mean, std } => normal(Words::named(seed, name), mean, std, range.start, out),
             Init::Uniform { low, high } => {
-                let mut words = Words::new(seed, name);
+                let mut words = Words::named(seed, name);
                 words.seek(range.start);
                 let (low64, width) = (f64::from(low), f64::from(high) - f64::from(low));
                 let below_high = high.next_down().max(low);
@@ -97,46 +96,6 @@ fn normal(mut words: Words, mean: f32, std: f32, start: u64, out: &mut [f32]) {
     for values in rest.chunks_mut(2) {
         values.copy_from_slice(&pair()[..values.len()]);
     }
-}
-
-/// The stream of 32-bit words of one parameter.
-struct Words(ChaCha8Rng);
-
-impl Words {
-    fn new(seed: u64, name: &str) -> Self {
-        let mut key = [0; 32];
-        let [a, b] = splitmix64(seed);
-        let [c, d] = splitmix64(fnv1a(name.as_bytes()));
-        for (bytes, word) in key.chunks_exact_mut(8).zip([a, b, c, d]) {
-            bytes.copy_from_slice(&word.to_le_bytes());
-        }
-        Words(ChaCha8Rng::from_seed(key))
-    }
-
-    fn seek(&mut self, word: u64) {
-        self.0.set_word_pos(u128::from(word));
-    }
-
-    fn next(&mut self) -> u32 {
-        self.0.next_u32()
-    }
-}
-
-/// 64-bit FNV-1a.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}
-
-/// The first two outputs of SplitMix64.
-fn splitmix64(seed: u64) -> [u64; 2] {
-    [1u64, 2].map(|step| {
-        let mut z = seed.wrapping_add(step.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
 }
 
 #[cfg(test)]
@@ -224,12 +183,5 @@ mod tests {
         assert_eq!(bits(&normal), [0x3b7e_f119, 0x3c14_1eb6, 0x39a6_909f]);
         let uniform = filled(&UNIFORM, 42, "model.layers.0.mlp.up_proj.weight", 0..3);
         assert_eq!(bits(&uniform), [0x3fa2_ce79, 0xbe04_72e8, 0x3fbe_0af3]);
-    }
-
-    #[test]
-    fn hashes_are_the_published_ones() {
-        assert_eq!(fnv1a(b""), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(fnv1a(b"foobar"), 0x8594_4171_f739_67e8);
-        assert_eq!(splitmix64(0), [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4]);
     }
 }

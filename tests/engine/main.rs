@@ -5,6 +5,7 @@ mod aliasing;
 mod boundary;
 mod clipping;
 mod declarations;
+mod dropout;
 mod failures;
 mod fixtures;
 mod frozen_and_unused;

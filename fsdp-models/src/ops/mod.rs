@@ -21,6 +21,7 @@
 mod allocator;
 mod attention;
 mod cross_entropy;
+mod dropout;
 mod element;
 mod embedding;
 mod exp;
@@ -38,6 +39,7 @@ mod weight_grad;
 pub use allocator::retain_freed_memory;
 pub use attention::attention;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
+pub use dropout::dropout;
 pub use embedding::embedding;
 pub use gated_mlp::gated_mlp;
 pub use linear::linear;

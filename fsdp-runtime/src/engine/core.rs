@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::memory::{Account, Aliases, candle_dtype};
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
+use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
@@ -86,6 +87,10 @@ pub(crate) struct State {
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
+    /// Global index of the first sample of the next forward, if it was said.
+    pub first_sample: Option<u64>,
+    /// Forwards since the last optimizer step.
+    pub forwards: u64,
     /// Factor of the main gradients, from clipping; applied by the optimizer.
     pub grad_scale: f32,
 }
@@ -149,6 +154,8 @@ impl Engine {
             forward_version: None,
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
+            first_sample: None,
+            forwards: 0,
             grad_scale: 1.0,
         };
         Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
@@ -234,6 +241,15 @@ impl Engine {
             state.gather.forward_order.begin();
         }
         self.enter(ROOT, Phase::Forward).inspect_err(|_| self.state.lock().training = TrainingState::Idle)
+    }
+
+    /// What the random numbers of the forward that begins depend on.
+    pub(crate) fn next_forward(&self) -> RandomKey {
+        let mut state = self.state.lock();
+        let (rank, ranks) = (self.comm.rank() as u64, self.comm.size() as u64);
+        let own = (state.forwards * ranks + rank) << 32;
+        state.forwards += 1;
+        RandomKey::root(self.config.seed, state.step, state.first_sample.take().unwrap_or(own))
     }
 
     /// The forward is over. After training the root stays unsharded for the backward; after evaluation

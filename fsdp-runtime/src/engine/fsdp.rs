@@ -98,6 +98,13 @@ impl<M> Fsdp<M> {
         self.run(input, context, true)
     }
 
+    /// Says which samples of the step's global batch the next forward of this rank has: those from `sample` on.
+    /// Random streams, those of dropout for instance, are then the same for any number of ranks and microbatches.
+    /// Unsaid, each rank and microbatch has streams of its own. Local.
+    pub fn set_first_sample(&self, sample: u64) {
+        self.engine.state.lock().first_sample = Some(sample);
+    }
+
     /// Runs the model for evaluation: no graph is built, and afterwards every unit is sharded.
     ///
     /// # Errors
@@ -122,6 +129,8 @@ impl<M> Fsdp<M> {
             enclosing: Vec::new(),
             track: training,
             training,
+            random: engine.next_forward(),
+            draws: Default::default(),
             borrowed: Default::default(),
         };
         let output = self.module.forward(input, context, &frame.scope());

@@ -130,6 +130,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         state.reduce.clear();
         state.received.fill(false);
         state.tokens = Default::default();
+        state.forwards = 0;
         state.grad_scale = 1.0;
         state.step += 1;
         drop(state);

@@ -1,5 +1,6 @@
 //! The token that proves a unit is unsharded.
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use parking_lot::Mutex;
 use super::core::Engine;
 use super::param::Param;
 use crate::error::Error;
+use crate::random::{RandomKey, RandomStream};
 
 /// Proof that one unit's parameters are whole. Only the runtime makes one, for the duration of the unit's
 /// forward (and of its recomputation); it cannot leave that call and cannot cross threads.
@@ -26,6 +28,10 @@ pub(crate) struct Frame {
     /// Build the autograd graph.
     pub track: bool,
     pub training: bool,
+    /// What random numbers depend on.
+    pub random: RandomKey,
+    /// Streams drawn from, and units called, so far.
+    pub draws: Cell<u64>,
     /// Parameters of enclosing units that were read: their gradients appear in this unit's graph.
     pub borrowed: Mutex<Vec<Param>>,
 }
@@ -34,12 +40,27 @@ impl Frame {
     pub(crate) fn scope(&self) -> Scope<'_> {
         Scope { frame: self, _not_send: PhantomData }
     }
+
+    /// What the random numbers of the next thing that this forward does depend on.
+    pub(crate) fn next_random(&self) -> RandomKey {
+        let draw = self.draws.get();
+        self.draws.set(draw + 1);
+        self.random.of(draw)
+    }
 }
 
 impl Scope<'_> {
     /// True in training, false in evaluation.
     pub fn is_training(&self) -> bool {
         self.frame.training
+    }
+
+    /// A stream of random numbers, another one at each call: the same when the forward is recomputed, and, for a
+    /// sample of the global batch, on any number of ranks if [`set_first_sample`](super::Fsdp::set_first_sample)
+    /// says which samples this rank has.
+    pub fn random_stream(&self) -> RandomStream {
+        let RandomKey { key, first_sample } = self.frame.next_random();
+        RandomStream::new(key, first_sample)
     }
 
     /// Path of the unit this scope is for; empty for the root.

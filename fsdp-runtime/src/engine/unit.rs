@@ -20,6 +20,7 @@ use super::param::Param;
 use super::scope::{Frame, Scope};
 use crate::comm::Phase;
 use crate::memory::copy_out;
+use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Tree};
 use crate::trace;
 
@@ -171,6 +172,7 @@ impl<T> Unit<T> {
             weights_version: bound.engine.weights_version(),
             enclosing,
             training: outer.training,
+            random: outer.next_random(),
             _boundary: std::marker::PhantomData::<fn(I) -> O>,
         };
         let guard =
@@ -252,6 +254,7 @@ struct Run<T, C, I, O> {
     weights_version: u64,
     enclosing: Vec<usize>,
     training: bool,
+    random: RandomKey,
     _boundary: std::marker::PhantomData<fn(I) -> O>,
 }
 
@@ -284,6 +287,8 @@ where
             enclosing: self.enclosing.clone(),
             track,
             training: self.training,
+            random: self.random,
+            draws: Default::default(),
             borrowed: Default::default(),
         };
         let output = self.module.forward(input, &self.context, &frame.scope()).map_err(|error| {
