@@ -2,8 +2,8 @@
 //!
 //! A derive runs in four steps, one file each: `attr` reads the `#[fsdp(..)]` lists, `model` holds what the
 //! user said, `check` finds all that is wrong with it, `expand` writes the impl. `types` is what can be known
-//! of a type from its spelling, `bound` the where-clause of the impl, `suggest` the "did you mean", `ctxt`
-//! the errors found so far.
+//! of a type from its spelling, `bound` the where-clause of the impl, `rename` the case of names, `krate` where
+//! the user has the `fsdp` crate, `suggest` the "did you mean", `ctxt` the errors found so far.
 
 mod attr;
 mod bound;

@@ -103,8 +103,7 @@ pub fn train(
         for microbatch in 0..microbatches {
             let part = Part { rank: world.rank(), world: world.size(), microbatch, microbatches };
             let batch = data.batch(step, part)?.to_tensors(&Device::Cpu)?;
-            let last = microbatch + 1 == microbatches;
-            let _unsynced = (!last).then(|| model.no_sync());
+            model.set_is_last_microbatch(microbatch + 1 == microbatches);
             let loss: Tensor = model.forward(&batch)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
             let scaled = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
