@@ -19,7 +19,8 @@ mod types;
 #[cfg(test)]
 mod tests;
 
-#[doc = include_str!("../attributes.md")]
+// The examples need the crate that depends on this one: it runs them.
+#[cfg_attr(not(doctest), doc = include_str!("../attributes.md"))]
 #[proc_macro_derive(FsdpUnit, attributes(fsdp))]
 pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     derive(input.into(), krate::of_the_user).into()
