@@ -342,6 +342,9 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         format!("prefetch {}", config.prefetch),
         format!("seed {}", config.seed),
     ];
+    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    let own = modes.filter(|(_, mode)| *mode != config.reshard_after_forward);
+    lines.extend(own.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());
     let starts = layout.params.iter().zip(&collected.inits);
