@@ -13,5 +13,6 @@ mod memory;
 mod mixed_precision;
 mod optimizer_state;
 mod overlap;
+mod param_groups;
 mod recompute;
 mod tied;

@@ -1,13 +1,18 @@
 //! An optimizer over the shards of a model.
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use super::param_groups::ParamGroups;
 use crate::comm::Phase;
 use crate::device::Slice;
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::optim::{Optimizer, Segment, StepInfo};
-use crate::spec::Dtype;
-
-use super::fsdp::Fsdp;
+use crate::optim::{Optimizer, ParamGroup, Segment, StepInfo};
+use crate::spec::{Dtype, ParamSpec};
+use crate::trace;
 
 /// Updates the part of each parameter that this rank owns. Made by [`Fsdp::optimizer`], so it cannot exist
 /// before the model is sharded.
@@ -15,10 +20,23 @@ use super::fsdp::Fsdp;
 pub struct ShardedOptimizer<O> {
     rule: O,
     engine: usize,
-    /// State buffers of each group, none for frozen ones.
+    groups: ParamGroups,
+    /// State buffers of each bucket, none for frozen ones.
     states: Vec<Vec<Slice>>,
+    /// What is updated in each bucket.
+    parts: Vec<Vec<Part>>,
     /// Steps taken.
     steps: u64,
+}
+
+/// A part of a parameter that this rank's optimizer updates; never empty.
+#[derive(Clone, Debug)]
+struct Part {
+    param: usize,
+    /// Elements of the bucket.
+    range: Range<usize>,
+    /// Its first element in the state buffers.
+    state: usize,
 }
 
 impl<M> Fsdp<M> {
@@ -28,19 +46,72 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// If the rule's settings are out of range.
     pub fn optimizer<O: Optimizer>(&self, rule: O) -> Result<ShardedOptimizer<O>> {
-        rule.validate()?;
-        let engine = self.engine();
-        let state = |group: &crate::buffer::GroupBuffers| {
-            let len = group.optimizer_extent(engine.strategy, engine.comm.rank()).len();
-            let buffers = if group.layout.key.requires_grad { rule.state_names().len() } else { 0 };
-            (0..buffers).map(|_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len)).collect()
-        };
-        let states = engine.groups.iter().map(state).collect();
-        Ok(ShardedOptimizer { rule, engine: engine.id(), states, steps: 0 })
+        self.optimizer_with(rule, |_| ParamGroup::default())
+    }
+
+    /// The same with parameter groups: `assign` says for each trainable parameter which group it is in, by its
+    /// name, shape or attributes, and so what of the rule's settings is different for it. It must say the same
+    /// on all ranks, which the first step checks. The step is still one pass over the flat shards.
+    ///
+    /// # Errors
+    /// If settings are out of range, the rule does not know what a group changes, or two groups of one name
+    /// differ.
+    ///
+    /// ```
+    /// use fsdp_runtime::optim::{AdamW, ParamGroup};
+    /// use fsdp_runtime::{FullyShard, Param, launch};
+    ///
+    /// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+    ///     let affine = (Param::new((8, 8)), Param::new(8));
+    ///     let model = affine.fully_shard(&world.data_parallel_mesh())?;
+    ///     let optimizer = model.optimizer_with(AdamW::default(), |spec| match spec.shape.len() {
+    ///         0 | 1 => ParamGroup::new("vectors").weight_decay(0.0).lr_factor(2.0),
+    ///         _ => ParamGroup::default(),
+    ///     })?;
+    ///     let listed = "default:\n  0\nvectors (learning rate x 2, weight decay 0):\n  1\n";
+    ///     assert_eq!(optimizer.param_groups().to_string(), listed);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    pub fn optimizer_with<O: Optimizer>(
+        &self,
+        rule: O,
+        assign: impl FnMut(&ParamSpec) -> ParamGroup,
+    ) -> Result<ShardedOptimizer<O>> {
+        let groups = ParamGroups::new(&self.engine().layout, assign)?;
+        ShardedOptimizer::new(self.engine(), rule, groups)
     }
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
+    fn new(engine: &Engine, rule: O, groups: ParamGroups) -> Result<Self> {
+        rule.validate()?;
+        let mut all_parts = Vec::with_capacity(engine.groups.len());
+        let mut states = Vec::with_capacity(engine.groups.len());
+        for bucket in &engine.groups {
+            let extent = bucket.optimizer_extent(engine.strategy, engine.comm.rank());
+            let mut parts: Vec<Part> = Vec::new();
+            let len = extent.len();
+            let trainable = bucket.layout.key.requires_grad;
+            for item in bucket.layout.items.iter().filter(|_| trainable) {
+                // On every rank, whether or not it holds a part.
+                rule.check_overrides(groups.of(item.param).overrides())?;
+                let range = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
+                if range.is_empty() {
+                    continue;
+                }
+                let state = range.start - extent.start;
+                parts.push(Part { param: item.param, range, state });
+            }
+            let buffers = if trainable { rule.state_names().len() } else { 0 };
+            let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len);
+            states.push((0..buffers).map(state).collect());
+            all_parts.push(parts);
+        }
+        Ok(ShardedOptimizer { rule, engine: engine.id(), groups, states, parts: all_parts, steps: 0 })
+    }
+
     /// The update rule.
     pub fn rule(&self) -> &O {
         &self.rule
@@ -61,6 +132,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.steps
     }
 
+    /// The parameter groups, and which parameter is in which.
+    pub fn param_groups(&self) -> &ParamGroups {
+        &self.groups
+    }
+
     /// Updates this rank's shard from the reduced gradients, installs the new weights, and begins the next
     /// step with no gradients.
     ///
@@ -70,11 +146,18 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// Every rank must call it.
     ///
     /// # Errors
-    /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the ranks'
-    /// rules or learning rates differ, and those of the reductions; with `strict_gradients`, in
-    /// the first step, if a trainable parameter got no gradient on any rank.
+    /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the
+    /// ranks' rules, learning rates or parameter groups differ, and those of the reductions; with
+    /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
+        let due = self.begin(&engine)?;
+        self.update(&engine, &due);
+        due.finish()
+    }
+
+    /// Checks that a step can be taken, waits for the gradients, and counts the step.
+    fn begin(&mut self, engine: &Arc<Engine>) -> Result<DueStep> {
         if engine.id() != self.engine {
             return Err(Error::Usage("this optimizer was made by another model's `optimizer(..)`".into()));
         }
@@ -82,35 +165,33 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         engine.finish_grad_sync()?;
         if self.steps == 0 {
             let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-            engine.agree("optimizer", Phase::Optimizer, &[rule])?;
+            let lines: Vec<_> = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
+            engine.agree("optimizer", Phase::Optimizer, &lines)?;
             engine.report_missing_gradients()?;
         }
         self.steps += 1;
-        let start = crate::trace::now();
-        let (with_gradient, grad_scale): (Vec<bool>, f32) = {
-            let state = engine.state.lock();
-            ((0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect(), state.grad_scale)
-        };
-        let at = StepInfo { step: self.steps, grad_scale };
-        for (group, states) in engine.groups.iter().zip(&self.states) {
-            let Some(grads) = group.main_grad.as_ref().filter(|_| with_gradient[group.layout.key.unit])
+        let start = trace::now();
+        let state = engine.state.lock();
+        let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
+        let at = StepInfo { step: self.steps, grad_scale: state.grad_scale };
+        drop(state);
+        Ok(DueStep { engine: engine.clone(), at, with_gradient, start })
+    }
+
+    /// Runs the rule over this rank's parts.
+    fn update(&self, engine: &Engine, due: &DueStep) {
+        let all = engine.groups.iter().zip(&self.parts).zip(&self.states);
+        for ((bucket, parts), states) in all {
+            let Some(grads) = bucket.main_grad.as_ref().filter(|_| due.with_gradient[bucket.layout.key.unit])
             else {
                 continue;
             };
-            let weights = group.optimizer_weight();
-            let extent = group.optimizer_extent(engine.strategy, engine.comm.rank());
-            for item in &group.layout.items {
-                let begin = item.start.max(extent.start);
-                let end = (item.start + item.len).min(extent.end);
-                if begin >= end {
-                    continue;
-                }
-                let part = weights.part(begin..end);
-                let grad = grads.part(begin..end);
-                let states: Vec<Slice> = states
-                    .iter()
-                    .map(|state| state.range(begin - extent.start..end - extent.start))
-                    .collect();
+            let weights = bucket.optimizer_weight();
+            for Part { param, range, state } in parts {
+                let part = weights.part(range.clone());
+                let grad = grads.part(range.clone());
+                let held = *state..*state + range.len();
+                let states: Vec<Slice> = states.iter().map(|state| state.range(held.clone())).collect();
                 let mut segment = Segment {
                     // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this
                     // thread is the only user of the shards; weights, gradients and states are different
@@ -120,11 +201,28 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     grads: unsafe { grad.as_slice::<f32>() },
                     // SAFETY: as above.
                     states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
-                    decay: !engine.layout.params[item.param].no_decay,
+                    decay: !engine.layout.params[*param].no_decay,
+                    overrides: *self.groups.of(*param).overrides(),
                 };
-                self.rule.update(at, &mut segment);
+                self.rule.update(due.at, &mut segment);
             }
         }
+    }
+}
+
+/// A step that has begun: what its updates have in common.
+struct DueStep {
+    engine: Arc<Engine>,
+    at: StepInfo,
+    /// The units that had a backward since the last step.
+    with_gradient: Vec<bool>,
+    start: u64,
+}
+
+impl DueStep {
+    /// Installs the new weights, and begins the next step with no gradients.
+    fn finish(self) -> Result<()> {
+        let engine = &self.engine;
         engine.install_optimized_model_weights()?;
         let mut state = engine.state.lock();
         state.reduce.clear();
@@ -132,7 +230,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         state.grad_scale = 1.0;
         state.step += 1;
         drop(state);
-        engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, start);
+        engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, self.start);
         Ok(())
     }
 }

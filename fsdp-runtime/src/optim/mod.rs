@@ -5,11 +5,13 @@
 //! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits.
 
 mod adamw;
+mod groups;
 mod norm;
 mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+pub use groups::{Overrides, ParamGroup};
 pub use norm::{clip_scale, squared_norm};
 pub use schedule::CosineSchedule;
 pub use sgd::Sgd;
@@ -31,6 +33,8 @@ pub struct Segment<'a> {
     pub states: Vec<&'a mut [f32]>,
     /// Weight decay applies.
     pub decay: bool,
+    /// What the parameter's group changes of the rule's settings.
+    pub overrides: Overrides,
 }
 
 /// What the segments of one step have in common.
@@ -68,6 +72,15 @@ pub trait Optimizer: Send {
     /// # Errors
     /// If one is out of range; names it.
     fn validate(&self) -> Result<(), OptimError>;
+
+    /// Checks what a parameter group changes of the settings. A rule that follows
+    /// [`Segment::overrides`] says here which of them; by default none, so that no setting is silently lost.
+    ///
+    /// # Errors
+    /// If the rule has no such setting, or the value is out of range; names it.
+    fn check_overrides(&self, overrides: &Overrides) -> Result<(), OptimError> {
+        groups::refuse_overrides(self, overrides)
+    }
 }
 
 /// What can be wrong with an optimizer.
@@ -84,6 +97,14 @@ pub enum OptimError {
         expected: &'static str,
         /// Its value.
         got: f64,
+    },
+    /// A parameter group changes a setting that the rule does not have, or does not take from groups.
+    #[error("{optimizer}: a parameter group cannot change the {setting} of this rule")]
+    Unsupported {
+        /// Name of the optimizer.
+        optimizer: &'static str,
+        /// Name of the setting.
+        setting: &'static str,
     },
 }
 
