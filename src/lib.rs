@@ -61,7 +61,7 @@ pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{
     Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init, MixedPrecision,
-    Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
+    OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, spec, trace};
 
@@ -73,7 +73,7 @@ pub mod prelude {
     pub use crate::comm::DeviceMesh;
     pub use crate::launch;
     pub use crate::layout::ShardAlignment;
-    pub use crate::optim::{AdamW, CosineSchedule, ParamGroup, Sgd};
+    pub use crate::optim::{AdamW, CosineSchedule, Muon, ParamGroup, Sgd};
     pub use crate::spec::{Dtype, Strategy};
     pub use crate::{
         Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,

@@ -13,6 +13,7 @@ mod memory;
 mod mixed_precision;
 mod optimizer_state;
 mod overlap;
+mod owner_step;
 mod param_groups;
 mod recompute;
 mod tied;

@@ -39,6 +39,15 @@ struct Part {
     state: usize,
 }
 
+/// How state buffers are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StateLayout {
+    /// Like the shard, padding included.
+    Shard,
+    /// Only the parts that are updated, one after the other.
+    Compact,
+}
+
 impl<M> Fsdp<M> {
     /// An optimizer with `rule` whose state is sharded like the parameters and starts at zero. Nothing is
     /// communicated.
@@ -80,29 +89,40 @@ impl<M> Fsdp<M> {
         assign: impl FnMut(&ParamSpec) -> ParamGroup,
     ) -> Result<ShardedOptimizer<O>> {
         let groups = ParamGroups::new(&self.engine().layout, assign)?;
-        ShardedOptimizer::new(self.engine(), rule, groups)
+        ShardedOptimizer::new(self.engine(), rule, groups, StateLayout::Shard, |_| true)
     }
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
-    fn new(engine: &Engine, rule: O, groups: ParamGroups) -> Result<Self> {
+    /// An optimizer of the parameters for which `updates` says so.
+    pub(crate) fn new(
+        engine: &Engine,
+        rule: O,
+        groups: ParamGroups,
+        layout: StateLayout,
+        updates: impl Fn(usize) -> bool,
+    ) -> Result<Self> {
         rule.validate()?;
         let mut all_parts = Vec::with_capacity(engine.groups.len());
         let mut states = Vec::with_capacity(engine.groups.len());
         for bucket in &engine.groups {
             let extent = bucket.optimizer_extent(engine.strategy, engine.comm.rank());
             let mut parts: Vec<Part> = Vec::new();
-            let len = extent.len();
+            let mut len = 0;
             let trainable = bucket.layout.key.requires_grad;
-            for item in bucket.layout.items.iter().filter(|_| trainable) {
+            for item in bucket.layout.items.iter().filter(|item| trainable && updates(item.param)) {
                 // On every rank, whether or not it holds a part.
                 rule.check_overrides(groups.of(item.param).overrides())?;
                 let range = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
                 if range.is_empty() {
                     continue;
                 }
-                let state = range.start - extent.start;
+                let state = if layout == StateLayout::Shard { range.start - extent.start } else { len };
+                len += range.len();
                 parts.push(Part { param: item.param, range, state });
+            }
+            if layout == StateLayout::Shard {
+                len = extent.len();
             }
             let buffers = if trainable { rule.state_names().len() } else { 0 };
             let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len);
@@ -151,13 +171,18 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
-        let due = self.begin(&engine)?;
+        let due = self.begin(&engine, |lines| lines)?;
         self.update(&engine, &due);
         due.finish()
     }
 
-    /// Checks that a step can be taken, waits for the gradients, and counts the step.
-    fn begin(&mut self, engine: &Arc<Engine>) -> Result<DueStep> {
+    /// Checks that a step can be taken, waits for the gradients, and counts the step. `more` adds to what ranks
+    /// compare in the first step.
+    pub(crate) fn begin(
+        &mut self,
+        engine: &Arc<Engine>,
+        more: impl FnOnce(Vec<String>) -> Vec<String>,
+    ) -> Result<DueStep> {
         if engine.id() != self.engine {
             return Err(Error::Usage("this optimizer was made by another model's `optimizer(..)`".into()));
         }
@@ -165,8 +190,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         engine.finish_grad_sync()?;
         if self.steps == 0 {
             let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-            let lines: Vec<_> = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
-            engine.agree("optimizer", Phase::Optimizer, &lines)?;
+            let lines = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
+            engine.agree("optimizer", Phase::Optimizer, &more(lines))?;
             engine.report_missing_gradients()?;
         }
         self.steps += 1;
@@ -179,7 +204,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// Runs the rule over this rank's parts.
-    fn update(&self, engine: &Engine, due: &DueStep) {
+    pub(crate) fn update(&self, engine: &Engine, due: &DueStep) {
         let all = engine.groups.iter().zip(&self.parts).zip(&self.states);
         for ((bucket, parts), states) in all {
             let Some(grads) = bucket.main_grad.as_ref().filter(|_| due.with_gradient[bucket.layout.key.unit])
@@ -211,17 +236,17 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 }
 
 /// A step that has begun: what its updates have in common.
-struct DueStep {
+pub(crate) struct DueStep {
     engine: Arc<Engine>,
-    at: StepInfo,
+    pub at: StepInfo,
     /// The units that had a backward since the last step.
-    with_gradient: Vec<bool>,
+    pub with_gradient: Vec<bool>,
     start: u64,
 }
 
 impl DueStep {
     /// Installs the new weights, and begins the next step with no gradients.
-    fn finish(self) -> Result<()> {
+    pub(crate) fn finish(self) -> Result<()> {
         let engine = &self.engine;
         engine.install_optimized_model_weights()?;
         let mut state = engine.state.lock();

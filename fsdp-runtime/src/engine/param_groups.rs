@@ -72,6 +72,11 @@ impl ParamGroups {
         &self.groups[self.of_param[param].expect("a trainable parameter is in a group")]
     }
 
+    /// Whether a parameter of the layout is in a group: whether it is trainable.
+    pub(crate) fn contains(&self, param: usize) -> bool {
+        self.of_param[param].is_some()
+    }
+
     /// A line a parameter, for comparison with the other ranks.
     pub(crate) fn fingerprint(&self) -> impl Iterator<Item = String> {
         self.iter().map(|(name, group)| format!("`{name}` in optimizer group {group}"))

@@ -34,7 +34,8 @@ pub struct MemoryReport {
     /// What was counted.
     #[serde(flatten)]
     pub usage: Usage,
-    /// What the layout says: exact for what persists, an upper bound for the pools.
+    /// What the layout says: exact for what persists (an average of the weights, if there is one), an upper
+    /// bound for the pools and for a step that needs whole parameters.
     pub formula: u64,
 }
 
@@ -78,6 +79,9 @@ impl<M> Fsdp<M> {
     /// (AdamW: 2). Local.
     pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
         let plan = self.memory_plan();
+        let buckets = self.layout().buckets.iter().filter(|bucket| bucket.key.requires_grad);
+        // f32 weights and gradients of one bucket.
+        let owner_step = 2 * 4 * buckets.map(|bucket| bucket.size as u64).max().unwrap_or(0);
         let report = |usage: Usage| {
             let formula = match usage.category {
                 Category::ModelWeights => plan.model_weights,
@@ -86,6 +90,8 @@ impl<M> Fsdp<M> {
                 Category::OptimizerState => plan.optimizer_state * state_buffers as u64,
                 Category::GatherPool => plan.gather_pool,
                 Category::ReducePool => plan.reduce_pool,
+                Category::OwnerStep => owner_step,
+                Category::WeightAverage => plan.optimizer_state,
             };
             MemoryReport { usage, formula }
         };

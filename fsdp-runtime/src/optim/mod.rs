@@ -2,17 +2,22 @@
 //!
 //! An optimizer here sees runs of elements, not parameters: which of them a rank holds, where they are and
 //! when a step is due is the engine's matter. The rules are element-wise, so that a step does not depend on
-//! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits.
+//! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits. Rules that need a
+//! parameter whole ([`OwnerRule`]) run on one rank, the parameter's owner.
 
 mod adamw;
 mod groups;
+mod muon;
 mod norm;
+mod owner;
 mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
 pub use groups::{Overrides, ParamGroup};
+pub use muon::Muon;
 pub use norm::{clip_scale, squared_norm};
+pub use owner::{OwnerFn, OwnerRule, WholeParam};
 pub use schedule::CosineSchedule;
 pub use sgd::Sgd;
 
@@ -106,6 +111,9 @@ pub enum OptimError {
         /// Name of the setting.
         setting: &'static str,
     },
+    /// A rule for whole parameters failed, in its own words.
+    #[error("{0}")]
+    Failed(String),
 }
 
 /// Checks one setting after another for one optimizer.
