@@ -73,7 +73,7 @@ pub mod prelude {
     pub use crate::comm::DeviceMesh;
     pub use crate::launch;
     pub use crate::layout::ShardAlignment;
-    pub use crate::optim::{AdamW, CosineSchedule, Muon, ParamGroup, Sgd};
+    pub use crate::optim::{AdamW, CosineSchedule, LossScaler, Muon, ParamGroup, Sgd};
     pub use crate::spec::{Dtype, Strategy};
     pub use crate::{
         Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,

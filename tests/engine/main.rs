@@ -9,6 +9,7 @@ mod failures;
 mod fixtures;
 mod frozen_and_unused;
 mod layout_and_padding;
+mod loss_scaling;
 mod memory;
 mod mixed_precision;
 mod optimizer_state;

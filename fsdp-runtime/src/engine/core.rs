@@ -80,8 +80,19 @@ pub(crate) struct State {
     forward_version: Option<u64>,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
-    /// Factor of the main gradients, from clipping; applied by the optimizer.
+    /// Factor of the main gradients, from clipping and from [`State::unscale`]; applied by the optimizer.
     pub grad_scale: f32,
+    /// What undoes the scale of the loss, once a loss scaler has said so.
+    pub unscale: Option<f64>,
+    /// Global norm of the main gradients as they are, if it is known.
+    pub grad_norm: Option<f64>,
+}
+
+impl State {
+    /// The gradients have changed or are gone: what was computed from them no longer holds.
+    pub(crate) fn forget_factors(&mut self) {
+        (self.grad_scale, self.unscale, self.grad_norm) = (1.0, None, None);
+    }
 }
 
 /// What a rank knows of its sharded model and what never changes.
@@ -135,6 +146,8 @@ impl Engine {
             forward_version: None,
             received: vec![false; parts.slots.len()],
             grad_scale: 1.0,
+            unscale: None,
+            grad_norm: None,
         };
         Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
     }
@@ -361,7 +374,7 @@ impl Engine {
             }
             state.training = TrainingState::Backward;
             // A clipping factor is that of the gradients it was computed from.
-            state.grad_scale = 1.0;
+            state.forget_factors();
             state.gather.backward_order.begin();
         }
         self.open_gradients(ROOT).inspect_err(|_| self.state.lock().training = TrainingState::Idle)?;
@@ -422,7 +435,7 @@ impl Engine {
         let finished = state.reduce.finish();
         state.reduce.clear();
         state.received.fill(false);
-        state.grad_scale = 1.0;
+        state.forget_factors();
         state.gather.reset()?;
         finished
     }

@@ -215,17 +215,34 @@ impl<M> Fsdp<M> {
             return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
         }
         let norm = self.grad_norm()?;
-        self.engine.state.lock().grad_scale = clip_scale(norm, max_norm);
+        let mut state = self.engine.state.lock();
+        state.grad_scale = (f64::from(clip_scale(norm, max_norm)) * state.unscale.unwrap_or(1.0)) as f32;
         Ok(norm)
     }
 
-    /// The global L2 norm of the gradients.
+    /// The global L2 norm of the gradients, of the unscaled ones after
+    /// [`LossScaler::unscale`](crate::optim::LossScaler::unscale). It is computed once a step.
     ///
     /// # Errors
     /// Those of the reductions.
     pub fn grad_norm(&self) -> Result<f64> {
         let engine = &self.engine;
         engine.finish_grad_sync()?;
+        let (known, unscale) = {
+            let state = engine.state.lock();
+            (state.grad_norm, state.unscale.unwrap_or(1.0))
+        };
+        let norm = match known {
+            Some(norm) => norm,
+            None => self.main_grad_norm()?,
+        };
+        engine.state.lock().grad_norm = Some(norm);
+        Ok(norm * unscale)
+    }
+
+    /// The global norm of the main gradients as they are.
+    fn main_grad_norm(&self) -> Result<f64> {
+        let engine = &self.engine;
         let mut sum = [0.0];
         for unit in 0..engine.units.len() {
             if !engine.state.lock().reduce.has_gradient(unit) {

@@ -252,7 +252,7 @@ impl DueStep {
         let mut state = engine.state.lock();
         state.reduce.clear();
         state.received.fill(false);
-        state.grad_scale = 1.0;
+        state.forget_factors();
         state.step += 1;
         drop(state);
         engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, self.start);

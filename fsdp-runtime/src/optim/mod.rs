@@ -7,6 +7,7 @@
 
 mod adamw;
 mod groups;
+mod loss_scale;
 mod muon;
 mod norm;
 mod owner;
@@ -15,6 +16,7 @@ mod sgd;
 
 pub use adamw::AdamW;
 pub use groups::{Overrides, ParamGroup};
+pub use loss_scale::{LossScaler, LossScalerState};
 pub use muon::Muon;
 pub use norm::{clip_scale, squared_norm};
 pub use owner::{OwnerFn, OwnerRule, WholeParam};

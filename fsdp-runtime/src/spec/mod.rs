@@ -187,6 +187,10 @@ impl MixedPrecision {
 
     /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
     pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, reduce: Dtype::F32 };
+
+    /// binary16 weights, FP32 reduction, FP32 main weights and gradients. To be trained with a
+    /// [`LossScaler`](crate::optim::LossScaler).
+    pub const F16: MixedPrecision = MixedPrecision { param: Dtype::F16, reduce: Dtype::F32 };
 }
 
 /// How much of the training state is sharded among the `dp_shard` ranks (ZeRO-0 to 3).
