@@ -60,8 +60,8 @@ extern crate self as fsdp;
 pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{
-    Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init, MixedPrecision,
-    OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
+    Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
+    MixedPrecision, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, spec, trace};
 

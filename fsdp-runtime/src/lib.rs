@@ -33,7 +33,7 @@ mod pipeline;
 pub mod engine;
 
 pub use engine::{
-    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, OwnerOptimizer, Param,
+    Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, OwnerOptimizer, Param,
     Recompute, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use error::{Error, Result};

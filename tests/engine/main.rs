@@ -5,6 +5,7 @@ mod aliasing;
 mod boundary;
 mod clipping;
 mod declarations;
+mod ema;
 mod failures;
 mod fixtures;
 mod frozen_and_unused;

@@ -3,6 +3,7 @@
 mod collect;
 mod config;
 mod core;
+mod ema;
 mod forward;
 mod fsdp;
 mod full;
@@ -19,6 +20,7 @@ mod sink;
 mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};
+pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync};
 pub use loss_scale::Step;

@@ -6,6 +6,7 @@
 //! parameter whole ([`OwnerRule`]) run on one rank, the parameter's owner.
 
 mod adamw;
+mod average;
 mod groups;
 mod loss_scale;
 mod muon;
@@ -15,6 +16,7 @@ mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+pub use average::move_average;
 pub use groups::{Overrides, ParamGroup};
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use muon::Muon;
