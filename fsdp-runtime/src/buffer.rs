@@ -68,13 +68,19 @@ pub struct GroupBuffers {
     /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is
     /// frozen.
     pub main_weight: Option<DataParallelBuffer>,
-    /// Reduced gradients, FP32; `None` if frozen.
+    /// Reduced gradients, FP32; `None` if frozen, or held only while they are used.
     pub main_grad: Option<DataParallelBuffer>,
 }
 
 impl GroupBuffers {
-    /// Allocates what `strategy` asks for; all zeros.
-    pub fn allocate(account: &Account, layout: BucketLayout, strategy: Strategy, rank: usize) -> Self {
+    /// Allocates what `strategy` asks for, main gradients if `keep_grads`; all zeros.
+    pub fn allocate(
+        account: &Account,
+        layout: BucketLayout,
+        strategy: Strategy,
+        rank: usize,
+        keep_grads: bool,
+    ) -> Self {
         let (dtype, trainable) = (layout.key.dtype, layout.key.requires_grad);
         let allocate = |category, dtype, sharded| {
             DataParallelBuffer::allocate(account, category, dtype, &layout, rank, sharded)
@@ -82,7 +88,8 @@ impl GroupBuffers {
         let model_weight = allocate(Category::ModelWeights, dtype, strategy.shards_params());
         let main_weight = (trainable && dtype != Dtype::F32)
             .then(|| allocate(Category::MainWeights, Dtype::F32, strategy.shards_optim()));
-        let main_grad = trainable.then(|| allocate(Category::MainGrads, Dtype::F32, strategy.shards_grads()));
+        let main_grad = (trainable && keep_grads)
+            .then(|| allocate(Category::MainGrads, Dtype::F32, strategy.shards_grads()));
         GroupBuffers { layout, model_weight, main_weight, main_grad }
     }
 

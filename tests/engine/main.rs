@@ -18,4 +18,5 @@ mod overlap;
 mod owner_step;
 mod param_groups;
 mod recompute;
+mod step_in_backward;
 mod tied;

@@ -9,6 +9,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 
+use super::backward_step::UnitStep;
 use super::config::FsdpConfig;
 use super::param::Param;
 use super::sink::GradSink;
@@ -86,6 +87,8 @@ pub(crate) struct State {
     pub unscale: Option<f64>,
     /// Global norm of the main gradients as they are, if it is known.
     pub grad_norm: Option<f64>,
+    /// Steps units in the backward that is running, if it is to.
+    pub unit_step: Option<UnitStep>,
 }
 
 impl State {
@@ -148,6 +151,7 @@ impl Engine {
             grad_scale: 1.0,
             unscale: None,
             grad_norm: None,
+            unit_step: None,
         };
         Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
     }
@@ -347,6 +351,7 @@ impl Engine {
             }
         }
         let moment = Moment { phase: Phase::Backward, step: state.step };
+        self.step_reduced_unit(state)?;
         state.reduce.reduce(&self.groups, unit, state.last_microbatch, moment)
     }
 
@@ -394,6 +399,7 @@ impl Engine {
         if state.last_microbatch {
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }
+        self.step_reduced_unit(state)?;
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
         state.forward_version = None;
@@ -429,6 +435,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.reduce.abandon();
+        state.unit_step = None;
         state.forward_version = None;
         Self::release_root(state);
         state.training = TrainingState::Idle;

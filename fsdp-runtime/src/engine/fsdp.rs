@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
+use super::backward_step;
 use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::scope::Frame;
@@ -142,6 +143,11 @@ impl<M> Fsdp<M> {
     /// of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
     /// again.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
+        backward_step::refuse(&self.engine, "a backward without a step")?;
+        self.run_backward(loss)
+    }
+
+    pub(crate) fn run_backward(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
         if loss.elem_count() != 1 {
             return Err(Error::Usage(format!(
@@ -227,6 +233,7 @@ impl<M> Fsdp<M> {
     /// Those of the reductions.
     pub fn grad_norm(&self) -> Result<f64> {
         let engine = &self.engine;
+        backward_step::refuse(engine, "clipping and norms")?;
         engine.finish_grad_sync()?;
         let (known, unscale) = {
             let state = engine.state.lock();
@@ -325,6 +332,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of `visit` and of the gathers.
     pub fn visit_gradients(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
+        backward_step::refuse(&self.engine, "looking at gradients")?;
         self.engine.visit_gradients(visit)
     }
 }

@@ -1,5 +1,6 @@
 //! Modules, units and the training-state machine.
 
+mod backward_step;
 mod collect;
 mod config;
 mod core;

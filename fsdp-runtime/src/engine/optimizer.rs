@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::backward_step;
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::param_groups::ParamGroups;
@@ -183,54 +184,92 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         engine: &Arc<Engine>,
         more: impl FnOnce(Vec<String>) -> Vec<String>,
     ) -> Result<DueStep> {
+        self.check(engine)?;
+        backward_step::refuse(engine, "a step after it")?;
+        engine.finish_grad_sync()?;
+        if self.steps == 0 {
+            self.agree(engine, more)?;
+            engine.report_missing_gradients()?;
+        }
+        self.count_step();
+        let start = trace::now();
+        let grad_scale = engine.state.lock().grad_scale;
+        Ok(DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start))
+    }
+
+    pub(crate) fn check(&self, engine: &Engine) -> Result<()> {
         if engine.id() != self.engine {
             return Err(Error::Usage("this optimizer was made by another model's `optimizer(..)`".into()));
         }
-        self.rule.validate()?;
-        engine.finish_grad_sync()?;
-        if self.steps == 0 {
-            let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-            let lines = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
-            engine.agree("optimizer", Phase::Optimizer, &more(lines))?;
-            engine.report_missing_gradients()?;
-        }
+        Ok(self.rule.validate()?)
+    }
+
+    /// Makes sure that all ranks have the same rule, learning rate and parameter groups.
+    pub(crate) fn agree(&self, engine: &Engine, more: impl FnOnce(Vec<String>) -> Vec<String>) -> Result<()> {
+        let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
+        let lines = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
+        engine.agree("optimizer", Phase::Optimizer, &more(lines))
+    }
+
+    pub(crate) fn count_step(&mut self) {
         self.steps += 1;
-        let start = trace::now();
-        let state = engine.state.lock();
-        let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
-        let at = StepInfo { step: self.steps, grad_scale: state.grad_scale };
-        drop(state);
-        Ok(DueStep { engine: engine.clone(), at, with_gradient, start })
+    }
+
+    /// Another handle to the same states, for the length of one step.
+    pub(crate) fn share(&self) -> Self
+    where
+        O: Clone,
+    {
+        ShardedOptimizer {
+            rule: self.rule.clone(),
+            engine: self.engine,
+            groups: self.groups.clone(),
+            states: self.states.clone(),
+            parts: self.parts.clone(),
+            steps: self.steps,
+        }
     }
 
     /// Runs the rule over this rank's parts.
     pub(crate) fn update(&self, engine: &Engine, due: &DueStep) {
-        let all = engine.groups.iter().zip(&self.parts).zip(&self.states);
-        for ((bucket, parts), states) in all {
-            let Some(grads) = bucket.main_grad.as_ref().filter(|_| due.with_gradient[bucket.layout.key.unit])
-            else {
-                continue;
-            };
-            let weights = bucket.optimizer_weight();
-            for Part { param, range, state } in parts {
-                let part = weights.part(range.clone());
-                let grad = grads.part(range.clone());
-                let held = *state..*state + range.len();
-                let states: Vec<Slice> = states.iter().map(|state| state.range(held.clone())).collect();
-                let mut segment = Segment {
-                    // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this
-                    // thread is the only user of the shards; weights, gradients and states are different
-                    // buffers.
-                    weights: unsafe { part.as_mut_slice::<f32>() },
-                    // SAFETY: as above.
-                    grads: unsafe { grad.as_slice::<f32>() },
-                    // SAFETY: as above.
-                    states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
-                    decay: !engine.layout.params[*param].no_decay,
-                    overrides: *self.groups.of(*param).overrides(),
-                };
-                self.rule.update(due.at, &mut segment);
+        for (index, bucket) in engine.groups.iter().enumerate() {
+            if let Some(grads) = &bucket.main_grad
+                && due.with_gradient[bucket.layout.key.unit]
+            {
+                self.update_bucket(engine, due.at, index, grads.data(), grads.extent().start);
             }
+        }
+    }
+
+    /// Runs the rule over this rank's parts of one bucket. `grads` begins with element `start` of the bucket.
+    /// Reductions of the bucket must be done, and its weights must not be gathered or in use.
+    pub(crate) fn update_bucket(
+        &self,
+        engine: &Engine,
+        at: StepInfo,
+        bucket: usize,
+        grads: &Slice,
+        start: usize,
+    ) {
+        let weights = engine.groups[bucket].optimizer_weight();
+        for Part { param, range, state } in &self.parts[bucket] {
+            let part = weights.part(range.clone());
+            let grad = grads.range(range.start - start..range.end - start);
+            let held = *state..*state + range.len();
+            let states: Vec<Slice> =
+                self.states[bucket].iter().map(|state| state.range(held.clone())).collect();
+            let mut segment = Segment {
+                // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
+                // gradients and states are different buffers.
+                weights: unsafe { part.as_mut_slice::<f32>() },
+                // SAFETY: as above.
+                grads: unsafe { grad.as_slice::<f32>() },
+                // SAFETY: as above.
+                states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
+                decay: !engine.layout.params[*param].no_decay,
+                overrides: *self.groups.of(*param).overrides(),
+            };
+            self.rule.update(at, &mut segment);
         }
     }
 }
@@ -245,6 +284,13 @@ pub(crate) struct DueStep {
 }
 
 impl DueStep {
+    pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, start: u64) -> Self {
+        let state = engine.state.lock();
+        let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
+        drop(state);
+        DueStep { engine: engine.clone(), at, with_gradient, start }
+    }
+
     /// Installs the new weights, and begins the next step with no gradients.
     pub(crate) fn finish(self) -> Result<()> {
         let engine = &self.engine;

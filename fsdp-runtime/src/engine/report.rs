@@ -69,10 +69,18 @@ impl<M> Fsdp<M> {
         units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
     }
 
-    /// What the layout says this rank holds.
+    /// What the layout says this rank holds. With `step_in_backward` the main gradients are those of one unit,
+    /// the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
-        MemoryPlan::new(&engine.layout, engine.strategy, engine.config.precision.reduce)
+        let mut plan = MemoryPlan::new(&engine.layout, engine.strategy, engine.config.precision.reduce);
+        if engine.config.step_in_backward {
+            let trainable = |&&group: &&usize| engine.groups[group].layout.key.requires_grad;
+            let shard = |&group: &usize| 4 * engine.groups[group].layout.shard_len() as u64;
+            let unit = |unit: &super::core::UnitInfo| unit.groups.iter().filter(trainable).map(shard).sum();
+            plan.main_grads = engine.units.iter().map(unit).max().unwrap_or(0);
+        }
+        plan
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers

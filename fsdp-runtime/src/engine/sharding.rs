@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::backward_step::check_strategy;
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
 use super::core::{Engine, Parts, Slot, UnitInfo, next_id};
@@ -85,20 +86,29 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let name = std::any::type_name::<M>().split('<').next().unwrap_or_default();
     let comm = mesh.communicator().duplicate(name.rsplit("::").next().unwrap_or(name));
     check_mesh(mesh)?;
+    if config.step_in_backward {
+        check_strategy(config.strategy)?;
+    }
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     let slots = slots(&collected, &layout)?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
 
     let (rank, ranks) = (comm.rank(), comm.size());
-    let strategy = if ranks == 1 { Strategy::NoShard } else { config.strategy };
+    // Steps in the backward need gradients that are reduced unit by unit, on one rank too.
+    let strategy = match ranks {
+        1 if !config.step_in_backward => Strategy::NoShard,
+        _ => config.strategy,
+    };
     let account = Account::default();
     let streams = Streams {
         compute: cpu::ComputeStream::new("compute"),
         gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
         reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
     };
-    let allocate = |bucket: &BucketLayout| GroupBuffers::allocate(&account, bucket.clone(), strategy, rank);
+    let allocate = |bucket: &BucketLayout| {
+        GroupBuffers::allocate(&account, bucket.clone(), strategy, rank, !config.step_in_backward)
+    };
     let parts = Parts {
         id,
         config: config.clone(),
@@ -228,13 +238,14 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         Err(error) => return vec![error.to_string()],
     };
     let mut lines = vec![format!(
-        "configuration: strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
+        "configuration: strategy {}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}, step in backward {}",
         config.strategy,
         config.alignment,
         config.precision.reduce,
         config.scaling,
         config.prefetch,
-        config.seed
+        config.seed,
+        config.step_in_backward
     )];
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());

@@ -8,7 +8,7 @@ mod order;
 use std::sync::Arc;
 
 pub(crate) use all_gather::{AllGatherPipeline, GatherOptions, Pass};
-pub(crate) use grad_reduce::{GradReducePipeline, ReduceOptions};
+pub(crate) use grad_reduce::{GradReducePipeline, ReduceOptions, ReducedUnit};
 use order::Order;
 
 use crate::comm::{Phase, Tag};
