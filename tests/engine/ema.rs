@@ -34,7 +34,7 @@ fn follows_the_weights_at_its_decay() {
                     model.backward(&loss)?;
                     optimizer.step(&mut model)?;
                     ema.update(&model)?;
-                    let average = model.with_ema(&mut ema, |model| weights(model))?;
+                    let average = model.with_ema(&mut ema, weights)?;
                     for (_, values) in average {
                         assert!(values.iter().all(|value| *value == expected), "{strategy}, {ranks} ranks");
                     }
@@ -185,7 +185,7 @@ fn an_average_is_saved_and_loaded_like_weights() {
             })
         })?;
         assert!(weights(&model)?.iter().all(|(_, values)| values.iter().all(|value| *value == 0.75)));
-        let average = model.with_ema(&mut ema, |model| weights(model))?;
+        let average = model.with_ema(&mut ema, weights)?;
         for (_, values) in average {
             assert!(values.iter().enumerate().all(|(index, value)| *value == index as f32));
         }

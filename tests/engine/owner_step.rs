@@ -261,12 +261,14 @@ fn state_is_whole_on_the_owner_and_nowhere_else() {
             model.backward(&loss)?;
             optimizer.step(&mut model)?;
             let report = model.memory(0);
-            let of = |category| report.iter().find(|report| report.usage.category == category).unwrap();
+            let of = |category| report.iter().find(|report| report.usage.category == category);
             let step = of(Category::OwnerStep);
-            assert_eq!(step.usage.current, 0);
-            assert!(step.usage.peak as u64 <= step.formula, "{step:?}");
-            assert_eq!(step.usage.peak > 0, strategy != Strategy::NoShard);
-            Ok(of(Category::OptimizerState).usage.current)
+            assert_eq!(step.is_some(), strategy != Strategy::NoShard, "{strategy}");
+            // Weights and gradients of one of the three buckets.
+            if let Some(step) = step {
+                assert_eq!((step.usage.current, step.usage.peak as u64), (0, step.formula));
+            }
+            Ok(of(Category::OptimizerState).unwrap().usage.current)
         });
         // Momentum of 24 + 40 + 16 elements a layer, and two moments of the 5 of each bias, which all ranks
         // hold under `NoShard`.

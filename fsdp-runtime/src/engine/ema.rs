@@ -14,6 +14,22 @@ use crate::spec::Dtype;
 /// It is sharded like the state of the optimizer and costs as much as one state buffer: 4 bytes for each element
 /// of the shard, accounted as [`Category::WeightAverage`]. Nothing is gathered to update it. To save or load it,
 /// call [`Fsdp::visit_weights`] or [`Fsdp::load_weights`] inside [`Fsdp::with_ema`].
+///
+/// ```
+/// use fsdp_runtime::{FullyShard, Init, Param, launch};
+///
+/// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+///     let weights = Param::new(8).with_init(Init::Constant(1.0));
+///     let mut model = weights.fully_shard(&world.data_parallel_mesh())?;
+///     let mut ema = model.ema(0.75)?;
+///     // What an optimizer's step would do:
+///     model.load_weights(|_, _, values| Ok(values.fill(5.0)))?;
+///     ema.update(&model)?;
+///     model.with_ema(&mut ema, |model| model.visit_weights(|_, values| Ok(assert_eq!(values, [2.0; 8]))))?;
+///     model.visit_weights(|_, values| Ok(assert_eq!(values, [5.0; 8])))
+/// })?;
+/// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+/// ```
 #[derive(Debug)]
 pub struct Ema {
     engine: usize,

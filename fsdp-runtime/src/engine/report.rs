@@ -84,7 +84,8 @@ impl<M> Fsdp<M> {
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers
-    /// (AdamW: 2). Local.
+    /// (AdamW: 2); an [`OwnerOptimizer`](super::OwnerOptimizer)'s are not a multiple of the shard. Averages of
+    /// the weights and steps that need whole parameters are listed if there have been any. Local.
     pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
         let plan = self.memory_plan();
         let buckets = self.layout().buckets.iter().filter(|bucket| bucket.key.requires_grad);
@@ -103,7 +104,11 @@ impl<M> Fsdp<M> {
             };
             MemoryReport { usage, formula }
         };
-        self.engine().account.report().into_iter().map(report).collect()
+        let listed = |usage: &Usage| {
+            let optional = matches!(usage.category, Category::OwnerStep | Category::WeightAverage);
+            !optional || usage.peak > 0
+        };
+        self.engine().account.report().into_iter().filter(listed).map(report).collect()
     }
 
     /// Bytes moved so far by this rank's collectives, of all its groups. Local.
