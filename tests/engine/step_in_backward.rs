@@ -45,7 +45,10 @@ fn input(step: usize, rank: usize) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
 }
 
-fn train(ranks: usize, config: &FsdpConfig) -> Vec<(Vec<(String, Vec<f32>)>, Vec<f32>)> {
+/// Weights by name, and losses.
+type Trace = (Vec<(String, Vec<f32>)>, Vec<f32>);
+
+fn train(ranks: usize, config: &FsdpConfig) -> Vec<Trace> {
     on_ranks(ranks, |world| {
         let mut model = Model::new().fully_shard_with(&world.data_parallel_mesh(), config)?;
         let mut optimizer = model.optimizer_with(AdamW::default().lr(0.01), |spec| match spec.shape[0] {

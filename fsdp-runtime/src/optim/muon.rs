@@ -138,30 +138,23 @@ fn orthogonalize(x: &mut Vec<f32>, rows: usize, cols: usize, iterations: usize) 
     assert_eq!(x.len(), rows * cols, "a {rows} x {cols} matrix");
     let scale = (1.0 / (squared_norm(x).sqrt() + EPS)) as f32;
     x.iter_mut().for_each(|x| *x *= scale);
-    // The Gram matrix is that of the shorter side.
+    // The Gram matrix is that of the shorter side: X Xᵀ from the left, or Xᵀ X from the right.
     let tall = rows > cols;
-    if tall {
-        *x = transpose(x, rows, cols);
-    }
-    let (m, n) = (rows.min(cols), rows.max(cols));
+    let m = rows.min(cols);
     let [a, b, c] = COEFFICIENTS;
-    let (mut gram, mut poly, mut next) = (vec![0.0; m * m], vec![0.0; m * m], vec![0.0; m * n]);
+    let (mut gram, mut poly, mut next) = (vec![0.0; m * m], vec![0.0; m * m], vec![0.0; rows * cols]);
     for _ in 0..iterations {
-        gram.fill(0.0);
-        matmul(&mut gram, 0.0, 1.0, Matrix::new(x, m, n), Matrix::new(x, m, n).t());
+        let matrix = Matrix::new(x, rows, cols);
+        let (left, right) = if tall { (matrix.t(), matrix) } else { (matrix, matrix.t()) };
+        matmul(&mut gram, 0.0, 1.0, left, right);
         poly.copy_from_slice(&gram);
         matmul(&mut poly, b, c, Matrix::new(&gram, m, m), Matrix::new(&gram, m, m));
         next.copy_from_slice(x);
-        matmul(&mut next, a, 1.0, Matrix::new(&poly, m, m), Matrix::new(x, m, n));
+        let poly = Matrix::new(&poly, m, m);
+        let (left, right) = if tall { (matrix, poly) } else { (poly, matrix) };
+        matmul(&mut next, a, 1.0, left, right);
         std::mem::swap(x, &mut next);
     }
-    if tall {
-        *x = transpose(x, cols, rows);
-    }
-}
-
-fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
-    (0..cols).flat_map(|col| (0..rows).map(move |row| x[row * cols + col])).collect()
 }
 
 /// A matrix by its elements and strides.
@@ -186,7 +179,8 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `out = alpha * out + beta * left * right`, row-major, in this thread.
+/// `out = alpha * out + beta * left * right`, row-major, in this thread. With `alpha` 0 it does not matter what
+/// `out` holds.
 fn matmul(out: &mut [f32], alpha: f32, beta: f32, left: Matrix<'_>, right: Matrix<'_>) {
     let (m, k, n) = (left.rows, left.cols, right.cols);
     assert!(right.rows == k && out.len() == m * n, "shapes do not match");
@@ -200,7 +194,7 @@ fn matmul(out: &mut [f32], alpha: f32, beta: f32, left: Matrix<'_>, right: Matri
             out.as_mut_ptr(),
             1,
             n as isize,
-            true,
+            alpha != 0.0,
             left.data.as_ptr(),
             left.col_stride as isize,
             left.row_stride as isize,
@@ -225,12 +219,19 @@ mod tests {
         (0..n).map(|i| ((i * i) as f32 * 0.37).sin()).collect()
     }
 
+    fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+        (0..cols).flat_map(|col| (0..rows).map(move |row| x[row * cols + col])).collect()
+    }
+
     #[test]
     fn products_of_matrices_by_hand() {
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 0.0, 2.0, 0.0, 1.0, 3.0]);
         let mut out = vec![1.0; 4];
         matmul(&mut out, 2.0, 1.0, Matrix::new(&a, 2, 3), Matrix::new(&b, 2, 3).t());
         assert_eq!(out, [9.0, 13.0, 18.0, 25.0]);
+        let mut out = vec![f32::NAN; 4];
+        matmul(&mut out, 0.0, 2.0, Matrix::new(&a, 2, 3), Matrix::new(&b, 2, 3).t());
+        assert_eq!(out, [14.0, 22.0, 32.0, 46.0]);
     }
 
     #[test]
