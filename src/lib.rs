@@ -53,6 +53,107 @@
 //! assert_eq!(losses[0], losses[1]);
 //! # Ok::<(), fsdp::launch::LaunchError>(())
 //! ```
+//!
+//! # More than the plain step
+//!
+//! Parameter groups change a rule's settings for some parameters ([`Fsdp::optimizer_with`]). Rules that need a
+//! parameter whole, like [`Muon`](optim::Muon), run on the rank that owns it ([`Fsdp::owner_optimizer`]).
+//! [`LossScaler`](optim::LossScaler) keeps small f16 gradients alive and skips a step on all ranks where one
+//! overflows on any. [`Fsdp::ema`] averages the weights for evaluation. All of them together:
+//!
+//! ```
+//! use candle_core::{Device, Result, Tensor};
+//! use fsdp::prelude::*;
+//! # #[derive(FsdpUnit)]
+//! # struct Linear {
+//! #     weight: Param,
+//! #     bias: Param,
+//! # }
+//! # impl Forward for Linear {
+//! #     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+//! #         x.matmul(&self.weight.tensor(scope)?.t()?)?.broadcast_add(&self.bias.tensor(scope)?)
+//! #     }
+//! # }
+//! # #[derive(FsdpUnit)]
+//! # struct Net {
+//! #     layers: Vec<Unit<Linear>>,
+//! # }
+//! # impl Net {
+//! #     fn new() -> Net {
+//! #         let layer = || Unit::new(Linear { weight: Param::new((8, 8)), bias: Param::new(8) });
+//! #         Net { layers: (0..3).map(|_| layer()).collect() }
+//! #     }
+//! # }
+//! # impl Forward for Net {
+//! #     fn forward(&self, x: &Tensor, context: &(), scope: &Scope<'_>) -> Result<Tensor> {
+//! #         let mut x = x.to_dtype(candle_core::DType::F16)?;
+//! #         for layer in &self.layers {
+//! #             x = layer.forward(&x, context, scope)?.tanh()?;
+//! #         }
+//! #         x.to_dtype(candle_core::DType::F32)?.sqr()?.mean_all()
+//! #     }
+//! # }
+//!
+//! fsdp::launch::local(2, |world| -> fsdp::Result<()> {
+//!     let config = FsdpConfig { precision: MixedPrecision::F16, ..FsdpConfig::default() };
+//!     let mut model = Net::new().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+//!     // Matrices by Muon, vectors by AdamW without decay, the last layer by AdamW too.
+//!     let mut optimizer = model.owner_optimizer_with(Muon::default(), AdamW::default(), |spec| {
+//!         match spec.name.as_str() {
+//!             "layers.2.weight" => ParamGroup::new("output").element_wise(),
+//!             name if name.ends_with("bias") => ParamGroup::new("biases").weight_decay(0.0),
+//!             _ => ParamGroup::default(),
+//!         }
+//!     })?;
+//!     let mut scaler = LossScaler::default();
+//!     let mut ema = model.ema(0.999)?.warmup();
+//!     let x = Tensor::ones((4, 8), candle_core::DType::F32, &Device::Cpu)?;
+//!     for _ in 0..3 {
+//!         let loss: Tensor = model.forward(&x)?;
+//!         model.backward(&scaler.scale(&loss)?)?;
+//!         scaler.unscale(&model)?;
+//!         model.clip_grad_norm(1.0)?;
+//!         if scaler.step(&mut optimizer, &mut model)? {
+//!             ema.update(&model)?;
+//!         }
+//!     }
+//!     let averaged: Tensor = model.with_ema(&mut ema, |model| model.evaluate(&x))?;
+//!     assert!(averaged.to_scalar::<f32>()?.is_finite());
+//!     Ok(())
+//! })?;
+//! # Ok::<(), fsdp::launch::LaunchError>(())
+//! ```
+//!
+//! Where gradients are neither clipped nor accumulated, [`FsdpConfig::step_in_backward`] and
+//! [`ShardedOptimizer::backward_and_step`] hold main gradients for one unit at a time only:
+//!
+//! ```
+//! # use candle_core::{Device, Result, Tensor};
+//! # use fsdp::prelude::*;
+//! # #[derive(FsdpUnit)]
+//! # struct Scale {
+//! #     weight: Param,
+//! # }
+//! # impl Forward for Scale {
+//! #     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+//! #         (x * self.weight.tensor(scope)?)?.sum_all()
+//! #     }
+//! # }
+//! fsdp::launch::local(2, |world| -> fsdp::Result<()> {
+//!     let config = FsdpConfig { step_in_backward: true, ..FsdpConfig::default() };
+//!     let scale = Scale { weight: Param::new(8) };
+//!     let mut model = scale.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+//!     let mut optimizer = model.optimizer(AdamW::default())?;
+//!     let x = Tensor::ones(8, candle_core::DType::F32, &Device::Cpu)?;
+//!     for _ in 0..3 {
+//!         let loss: Tensor = model.forward(&x)?;
+//!         optimizer.backward_and_step(&mut model, &loss)?;
+//!     }
+//!     assert_eq!(optimizer.steps(), 3);
+//!     Ok(())
+//! })?;
+//! # Ok::<(), fsdp::launch::LaunchError>(())
+//! ```
 
 // Lets the derive's absolute paths resolve inside this crate too.
 extern crate self as fsdp;
@@ -62,8 +163,8 @@ mod assert_fits;
 pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{
-    Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init, MixedPrecision,
-    Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
+    Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
+    MixedPrecision, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use fsdp_runtime::{comm, engine, init, launch, layout, memory, mesh, optim, random, spec, trace};
 
@@ -75,7 +176,7 @@ pub mod prelude {
     pub use crate::comm::DeviceMesh;
     pub use crate::launch;
     pub use crate::layout::ShardAlignment;
-    pub use crate::optim::{AdamW, CosineSchedule, Sgd};
+    pub use crate::optim::{AdamW, CosineSchedule, LossScaler, Muon, ParamGroup, Sgd};
     pub use crate::spec::{Dtype, OuterStrategy, ReshardAfterForward, Strategy};
     pub use crate::{
         Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,

@@ -35,8 +35,8 @@ mod pipeline;
 pub mod engine;
 
 pub use engine::{
-    Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Param, Recompute, Scope,
-    ShardedOptimizer, Tensors, Unit,
+    Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, OwnerOptimizer, Param,
+    Recompute, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use error::{Error, Result};
 pub use init::Init;

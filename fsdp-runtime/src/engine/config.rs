@@ -65,6 +65,11 @@ pub struct FsdpConfig {
     /// Fill buffers with NaN when they are returned, so that a late reader is noticed. On by default in debug
     /// builds.
     pub poison: bool,
+    /// Step the optimizer unit by unit inside the backward, with
+    /// [`backward_and_step`](super::ShardedOptimizer::backward_and_step): main gradients are then held for one
+    /// unit at a time, and cannot be clipped or accumulated over microbatches. Needs a strategy that shards
+    /// gradients.
+    pub step_in_backward: bool,
     /// Record a trace of compute and communication.
     pub trace: bool,
 }
@@ -87,6 +92,7 @@ impl Default for FsdpConfig {
             check_finite: false,
             strict_gradients: false,
             poison: cfg!(debug_assertions),
+            step_in_backward: false,
             trace: false,
         }
     }

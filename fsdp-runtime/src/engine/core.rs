@@ -9,6 +9,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use parking_lot::Mutex;
 
+use super::backward_step::UnitStep;
 use super::config::FsdpConfig;
 use super::param::Param;
 use super::sink::GradSink;
@@ -91,8 +92,21 @@ pub(crate) struct State {
     pub first_sample: Option<u64>,
     /// Forwards since the last optimizer step.
     pub forwards: u64,
-    /// Factor of the main gradients, from clipping; applied by the optimizer.
+    /// Factor of the main gradients, from clipping and from [`State::unscale`]; applied by the optimizer.
     pub grad_scale: f32,
+    /// What undoes the scale of the loss, once a loss scaler has said so.
+    pub unscale: Option<f64>,
+    /// Global norm of the main gradients as they are, if it is known.
+    pub grad_norm: Option<f64>,
+    /// Steps units in the backward that is running, if it is to.
+    pub unit_step: Option<UnitStep>,
+}
+
+impl State {
+    /// The gradients have changed or are gone: what was computed from them no longer holds.
+    pub(crate) fn forget_factors(&mut self) {
+        (self.grad_scale, self.unscale, self.grad_norm) = (1.0, None, None);
+    }
 }
 
 /// What a rank knows of its sharded model and what never changes.
@@ -157,6 +171,9 @@ impl Engine {
             first_sample: None,
             forwards: 0,
             grad_scale: 1.0,
+            unscale: None,
+            grad_norm: None,
+            unit_step: None,
         };
         Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
     }
@@ -385,6 +402,7 @@ impl Engine {
             }
         }
         let moment = Moment { phase: Phase::Backward, step: state.step };
+        self.step_reduced_unit(state)?;
         state.reduce.reduce(&self.groups, unit, state.sync, moment)
     }
 
@@ -416,7 +434,7 @@ impl Engine {
             }
             state.training = TrainingState::Backward;
             // A clipping factor is that of the gradients it was computed from.
-            state.grad_scale = 1.0;
+            state.forget_factors();
             state.gather.backward_order.begin();
         }
         self.open_gradients(ROOT).inspect_err(|_| self.state.lock().training = TrainingState::Idle)?;
@@ -436,6 +454,7 @@ impl Engine {
         if state.sync == Sync::Step {
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }
+        self.step_reduced_unit(state)?;
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
         state.forward_version = None;
@@ -471,6 +490,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.reduce.abandon();
+        state.unit_step = None;
         state.forward_version = None;
         Self::release_root(state);
         state.training = TrainingState::Idle;
@@ -478,7 +498,7 @@ impl Engine {
         state.reduce.clear();
         state.received.fill(false);
         state.tokens = TokenCount::default();
-        state.grad_scale = 1.0;
+        state.forget_factors();
         state.gather.expect_nothing();
         state.gather.reset()?;
         finished

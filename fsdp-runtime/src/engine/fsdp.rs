@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
+use super::backward_step;
 use super::config::GradientScaling;
 use super::core::{Engine, ROOT};
 use super::forward::Forward;
@@ -160,6 +161,7 @@ impl<M> Fsdp<M> {
                     .into(),
             ));
         }
+        backward_step::refuse(&self.engine, "a backward without a step")?;
         self.run_backward(loss)
     }
 
@@ -262,17 +264,35 @@ impl<M> Fsdp<M> {
             return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
         }
         let norm = self.grad_norm()?;
-        self.engine.state.lock().grad_scale = clip_scale(norm, max_norm);
+        let mut state = self.engine.state.lock();
+        state.grad_scale = (f64::from(clip_scale(norm, max_norm)) * state.unscale.unwrap_or(1.0)) as f32;
         Ok(norm)
     }
 
-    /// The global L2 norm of the gradients.
+    /// The global L2 norm of the gradients, of the unscaled ones after
+    /// [`LossScaler::unscale`](crate::optim::LossScaler::unscale). It is computed once a step.
     ///
     /// # Errors
     /// Those of the reductions.
     pub fn grad_norm(&self) -> Result<f64> {
         let engine = &self.engine;
+        backward_step::refuse(engine, "clipping and norms")?;
         engine.finish_grad_sync()?;
+        let (known, unscale) = {
+            let state = engine.state.lock();
+            (state.grad_norm, state.unscale.unwrap_or(1.0))
+        };
+        let norm = match known {
+            Some(norm) => norm,
+            None => self.main_grad_norm()?,
+        };
+        engine.state.lock().grad_norm = Some(norm);
+        Ok(norm * unscale)
+    }
+
+    /// The global norm of the main gradients as they are.
+    fn main_grad_norm(&self) -> Result<f64> {
+        let engine = &self.engine;
         let mut sum = [0.0];
         // Outer ranks that share nothing have the same gradients.
         let cut_by_outer = engine.layout.buckets.iter().any(|bucket| bucket.outer > 1);
@@ -359,6 +379,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of `visit` and of the gathers.
     pub fn visit_gradients(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
+        backward_step::refuse(&self.engine, "looking at gradients")?;
         self.engine.visit_gradients(visit)
     }
 

@@ -5,6 +5,7 @@ use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::{Gather, HostOp, Phase, Tag};
 use crate::device::{Slice, cast};
 use crate::error::{Error, Result};
+use crate::memory::Category;
 use crate::pipeline::Change;
 use crate::spec::{Dtype, ParamSpec};
 
@@ -64,19 +65,8 @@ impl Engine {
         visit: &mut impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let layout = &group.layout;
-        let shard = if layout.outer > 1 && layout.key.requires_grad {
-            let owned = buffer.part(group.owned.clone());
-            let shard = Slice::zeros(owned.dtype(), layout.shard_len(), None);
-            let part = Gather { send: owned, recv: shard.clone() };
-            self.outer_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
-            shard
-        } else {
-            buffer.shard()
-        };
-        let whole = Slice::zeros(shard.dtype(), layout.size, None);
-        let part = Gather { send: shard, recv: whole.clone() };
         let compute = &*self.streams.compute;
-        self.shard_comm.all_gather(compute, tag.clone(), vec![part])?;
+        let whole = self.gather_whole(group, buffer, tag, None)?;
         let values = if whole.dtype() == Dtype::F32 {
             whole
         } else {
@@ -91,6 +81,35 @@ impl Engine {
             visit(&self.layout.params[item.param], &values[item.start..item.start + item.len])?;
         }
         Ok(())
+    }
+
+    /// The whole of one of a group's buffers, in a new one that is counted under `category`, valid in the order of
+    /// the compute stream. Every rank must call it.
+    pub(crate) fn gather_whole(
+        &self,
+        group: &GroupBuffers,
+        buffer: &DataParallelBuffer,
+        tag: &Tag,
+        category: Option<Category>,
+    ) -> Result<Slice> {
+        let layout = &group.layout;
+        let shard = if layout.outer > 1 && layout.key.requires_grad {
+            let owned = buffer.part(group.owned.clone());
+            let shard = Slice::zeros(owned.dtype(), layout.shard_len(), None);
+            let part = Gather { send: owned, recv: shard.clone() };
+            self.outer_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
+            shard
+        } else {
+            buffer.shard()
+        };
+        let dtype = shard.dtype();
+        let whole = match category {
+            Some(category) => self.account.allocate(category, dtype, layout.size),
+            None => Slice::zeros(dtype, layout.size, None),
+        };
+        let part = Gather { send: shard, recv: whole.clone() };
+        self.shard_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
+        Ok(whole)
     }
 
     pub(crate) fn install_optimized_model_weights(&self) -> Result<()> {

@@ -1,16 +1,21 @@
 //! Modules, units and the training-state machine.
 
+mod backward_step;
 mod collect;
 mod config;
 mod constant;
 mod core;
+mod ema;
 mod forward;
 mod fsdp;
 mod full;
 mod full_params;
+mod loss_scale;
 mod module;
 mod optimizer;
+mod owner_step;
 mod param;
+mod param_groups;
 mod report;
 mod scope;
 mod sharding;
@@ -20,12 +25,16 @@ mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};
 pub use constant::{assert_fits, check_tp_size};
+pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use full_params::{Access, FullParam};
+pub use loss_scale::Step;
 pub use module::{Buffer, FsdpUnit, Shaped, Tie, Visitor, Walker};
 pub use optimizer::ShardedOptimizer;
+pub use owner_step::OwnerOptimizer;
 pub use param::Param;
+pub use param_groups::ParamGroups;
 pub use report::{MemoryReport, TrafficReport, UnitReport};
 pub use scope::Scope;
 pub use sharding::FullyShard;

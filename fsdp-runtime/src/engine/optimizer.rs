@@ -1,13 +1,19 @@
 //! An optimizer over the shards of a model.
 
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::backward_step;
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use super::param_groups::ParamGroups;
 use crate::comm::Phase;
 use crate::device::Slice;
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::optim::{Optimizer, Segment, StepInfo};
-use crate::spec::Dtype;
-
-use super::fsdp::Fsdp;
+use crate::optim::{Optimizer, ParamGroup, Segment, StepInfo};
+use crate::spec::{Dtype, ParamSpec};
+use crate::trace;
 
 /// Updates the part of each parameter that this rank owns. Made by [`Fsdp::optimizer`], so it cannot exist
 /// before the model is sharded.
@@ -15,10 +21,32 @@ use super::fsdp::Fsdp;
 pub struct ShardedOptimizer<O> {
     rule: O,
     engine: usize,
-    /// State buffers of each group, none for frozen ones.
+    groups: ParamGroups,
+    /// State buffers of each bucket, none for frozen ones.
     states: Vec<Vec<Slice>>,
+    /// What is updated in each bucket.
+    parts: Vec<Vec<Part>>,
     /// Steps taken.
     steps: u64,
+}
+
+/// A part of a parameter that this rank's optimizer updates; never empty.
+#[derive(Clone, Debug)]
+struct Part {
+    param: usize,
+    /// Elements of the bucket.
+    range: Range<usize>,
+    /// Its first element in the state buffers.
+    state: usize,
+}
+
+/// How state buffers are laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StateLayout {
+    /// Like the shard, padding included.
+    Shard,
+    /// Only the parts that are updated, one after the other.
+    Compact,
 }
 
 impl<M> Fsdp<M> {
@@ -28,19 +56,83 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// If the rule's settings are out of range.
     pub fn optimizer<O: Optimizer>(&self, rule: O) -> Result<ShardedOptimizer<O>> {
-        rule.validate()?;
-        let engine = self.engine();
-        let state = |group: &crate::buffer::GroupBuffers| {
-            let len = group.owned.len();
-            let buffers = if group.layout.key.requires_grad { rule.state_names().len() } else { 0 };
-            (0..buffers).map(|_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len)).collect()
-        };
-        let states = engine.groups.iter().map(state).collect();
-        Ok(ShardedOptimizer { rule, engine: engine.id(), states, steps: 0 })
+        self.optimizer_with(rule, |_| ParamGroup::default())
+    }
+
+    /// The same with parameter groups: `assign` says for each trainable parameter which group it is in, by its
+    /// name, shape or attributes, and so what of the rule's settings is different for it. It must say the same
+    /// on all ranks, which the first step checks. The step is still one pass over the flat shards.
+    ///
+    /// # Errors
+    /// If settings are out of range, the rule does not know what a group changes, or two groups of one name
+    /// differ.
+    ///
+    /// ```
+    /// use fsdp_runtime::optim::{AdamW, ParamGroup};
+    /// use fsdp_runtime::{FullyShard, Param, launch};
+    ///
+    /// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+    ///     let affine = (Param::new((8, 8)), Param::new(8));
+    ///     let model = affine.fully_shard(&world.data_parallel_mesh())?;
+    ///     let optimizer = model.optimizer_with(AdamW::default(), |spec| match spec.shape.len() {
+    ///         0 | 1 => ParamGroup::new("vectors").weight_decay(0.0).lr_factor(2.0),
+    ///         _ => ParamGroup::default(),
+    ///     })?;
+    ///     let listed = "default:\n  0\nvectors (learning rate x 2, weight decay 0):\n  1\n";
+    ///     assert_eq!(optimizer.param_groups().to_string(), listed);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    pub fn optimizer_with<O: Optimizer>(
+        &self,
+        rule: O,
+        assign: impl FnMut(&ParamSpec) -> ParamGroup,
+    ) -> Result<ShardedOptimizer<O>> {
+        let groups = ParamGroups::new(&self.engine().layout, assign)?;
+        ShardedOptimizer::new(self.engine(), rule, groups, StateLayout::Shard, |_| true)
     }
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
+    /// An optimizer of the parameters for which `updates` says so.
+    pub(crate) fn new(
+        engine: &Engine,
+        rule: O,
+        groups: ParamGroups,
+        layout: StateLayout,
+        updates: impl Fn(usize) -> bool,
+    ) -> Result<Self> {
+        rule.validate()?;
+        let mut all_parts = Vec::with_capacity(engine.groups.len());
+        let mut states = Vec::with_capacity(engine.groups.len());
+        for bucket in &engine.groups {
+            let extent = bucket.owned.clone();
+            let mut parts: Vec<Part> = Vec::new();
+            let mut len = 0;
+            let trainable = bucket.layout.key.requires_grad;
+            for item in bucket.layout.items.iter().filter(|item| trainable && updates(item.param)) {
+                // On every rank, whether or not it holds a part.
+                rule.check_overrides(groups.of(item.param).overrides())?;
+                let range = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
+                if range.is_empty() {
+                    continue;
+                }
+                let state = if layout == StateLayout::Shard { range.start - extent.start } else { len };
+                len += range.len();
+                parts.push(Part { param: item.param, range, state });
+            }
+            if layout == StateLayout::Shard {
+                len = extent.len();
+            }
+            let buffers = if trainable { rule.state_names().len() } else { 0 };
+            let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len);
+            states.push((0..buffers).map(state).collect());
+            all_parts.push(parts);
+        }
+        Ok(ShardedOptimizer { rule, engine: engine.id(), groups, states, parts: all_parts, steps: 0 })
+    }
+
     /// The update rule.
     pub fn rule(&self) -> &O {
         &self.rule
@@ -61,6 +153,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.steps
     }
 
+    /// The parameter groups, and which parameter is in which.
+    pub fn param_groups(&self) -> &ParamGroups {
+        &self.groups
+    }
+
     /// Updates this rank's shard from the reduced gradients, installs the new weights, and begins the next
     /// step with no gradients.
     ///
@@ -70,71 +167,143 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// Every rank must call it.
     ///
     /// # Errors
-    /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the ranks'
-    /// rules or learning rates differ, and those of the reductions; with `strict_gradients`, in
-    /// the first step, if a trainable parameter got no gradient on any rank.
+    /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the
+    /// ranks' rules, learning rates or parameter groups differ, and those of the reductions; with
+    /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
+        let due = self.begin(&engine, |lines| lines)?;
+        self.update(&engine, &due);
+        due.finish()
+    }
+
+    /// Checks that a step can be taken, waits for the gradients, and counts the step. `more` adds to what ranks
+    /// compare in the first step.
+    pub(crate) fn begin(
+        &mut self,
+        engine: &Arc<Engine>,
+        more: impl FnOnce(Vec<String>) -> Vec<String>,
+    ) -> Result<DueStep> {
+        self.check(engine)?;
+        backward_step::refuse(engine, "a step after it")?;
+        engine.finish_grad_sync()?;
+        if self.steps == 0 {
+            self.agree(engine, more)?;
+            engine.report_missing_gradients()?;
+        }
+        self.count_step();
+        let start = trace::now();
+        let grad_scale = engine.state.lock().grad_scale;
+        Ok(DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start))
+    }
+
+    pub(crate) fn check(&self, engine: &Engine) -> Result<()> {
         if engine.id() != self.engine {
             return Err(Error::Usage("this optimizer was made by another model's `optimizer(..)`".into()));
         }
-        self.rule.validate()?;
-        engine.finish_grad_sync()?;
-        if self.steps == 0 {
-            let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-            engine.agree("optimizer", Phase::Optimizer, &[rule])?;
-            engine.report_missing_gradients()?;
-        }
+        Ok(self.rule.validate()?)
+    }
+
+    /// Makes sure that all ranks have the same rule, learning rate and parameter groups.
+    pub(crate) fn agree(&self, engine: &Engine, more: impl FnOnce(Vec<String>) -> Vec<String>) -> Result<()> {
+        let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
+        let lines = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
+        engine.agree("optimizer", Phase::Optimizer, &more(lines))
+    }
+
+    pub(crate) fn count_step(&mut self) {
         self.steps += 1;
-        let start = crate::trace::now();
-        let (with_gradient, grad_scale): (Vec<bool>, f32) = {
-            let state = engine.state.lock();
-            ((0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect(), state.grad_scale)
-        };
-        let at = StepInfo { step: self.steps, grad_scale };
-        for (group, states) in engine.groups.iter().zip(&self.states) {
-            let Some(grads) = group.main_grad.as_ref().filter(|_| with_gradient[group.layout.key.unit])
-            else {
-                continue;
-            };
-            let weights = group.optimizer_weight();
-            let extent = group.owned.clone();
-            for item in &group.layout.items {
-                let begin = item.start.max(extent.start);
-                let end = (item.start + item.len).min(extent.end);
-                if begin >= end {
-                    continue;
-                }
-                let part = weights.part(begin..end);
-                let grad = grads.part(begin..end);
-                let states: Vec<Slice> = states
-                    .iter()
-                    .map(|state| state.range(begin - extent.start..end - extent.start))
-                    .collect();
-                let mut segment = Segment {
-                    // SAFETY: reductions are done and no weights are gathered (`finish_grad_sync`), so this
-                    // thread is the only user of the shards; weights, gradients and states are different
-                    // buffers.
-                    weights: unsafe { part.as_mut_slice::<f32>() },
-                    // SAFETY: as above.
-                    grads: unsafe { grad.as_slice::<f32>() },
-                    // SAFETY: as above.
-                    states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
-                    decay: !engine.layout.params[item.param].no_decay,
-                };
-                self.rule.update(at, &mut segment);
+    }
+
+    /// Another handle to the same states, for the length of one step.
+    pub(crate) fn share(&self) -> Self
+    where
+        O: Clone,
+    {
+        ShardedOptimizer {
+            rule: self.rule.clone(),
+            engine: self.engine,
+            groups: self.groups.clone(),
+            states: self.states.clone(),
+            parts: self.parts.clone(),
+            steps: self.steps,
+        }
+    }
+
+    /// Runs the rule over this rank's parts.
+    pub(crate) fn update(&self, engine: &Engine, due: &DueStep) {
+        for (index, bucket) in engine.groups.iter().enumerate() {
+            if let Some(grads) = &bucket.main_grad
+                && due.with_gradient[bucket.layout.key.unit]
+            {
+                self.update_bucket(engine, due.at, index, grads.data(), grads.held().start);
             }
         }
+    }
+
+    /// Runs the rule over this rank's parts of one bucket. `grads` begins with element `start` of the bucket.
+    /// Reductions of the bucket must be done, and its weights must not be gathered or in use.
+    pub(crate) fn update_bucket(
+        &self,
+        engine: &Engine,
+        at: StepInfo,
+        bucket: usize,
+        grads: &Slice,
+        start: usize,
+    ) {
+        let weights = engine.groups[bucket].optimizer_weight();
+        for Part { param, range, state } in &self.parts[bucket] {
+            let part = weights.part(range.clone());
+            let grad = grads.range(range.start - start..range.end - start);
+            let held = *state..*state + range.len();
+            let states: Vec<Slice> =
+                self.states[bucket].iter().map(|state| state.range(held.clone())).collect();
+            let mut segment = Segment {
+                // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
+                // gradients and states are different buffers.
+                weights: unsafe { part.as_mut_slice::<f32>() },
+                // SAFETY: as above.
+                grads: unsafe { grad.as_slice::<f32>() },
+                // SAFETY: as above.
+                states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
+                decay: !engine.layout.params[*param].no_decay,
+                overrides: *self.groups.of(*param).overrides(),
+            };
+            self.rule.update(at, &mut segment);
+        }
+    }
+}
+
+/// A step that has begun: what its updates have in common.
+pub(crate) struct DueStep {
+    engine: Arc<Engine>,
+    pub at: StepInfo,
+    /// The units that had a backward since the last step.
+    pub with_gradient: Vec<bool>,
+    start: u64,
+}
+
+impl DueStep {
+    pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, start: u64) -> Self {
+        let state = engine.state.lock();
+        let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
+        drop(state);
+        DueStep { engine: engine.clone(), at, with_gradient, start }
+    }
+
+    /// Installs the new weights, and begins the next step with no gradients.
+    pub(crate) fn finish(self) -> Result<()> {
+        let engine = &self.engine;
         engine.install_optimized_model_weights()?;
         let mut state = engine.state.lock();
         state.reduce.clear();
         state.received.fill(false);
         state.tokens = Default::default();
         state.forwards = 0;
-        state.grad_scale = 1.0;
+        state.forget_factors();
         state.step += 1;
         drop(state);
-        engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, start);
+        engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, self.start);
         Ok(())
     }
 }

@@ -34,7 +34,8 @@ pub struct MemoryReport {
     /// What was counted.
     #[serde(flatten)]
     pub usage: Usage,
-    /// What the layout says: exact for what persists, an upper bound for the pools.
+    /// What the layout says: exact for what persists (an average of the weights, if there is one), an upper
+    /// bound for the pools and for a step that needs whole parameters.
     pub formula: u64,
 }
 
@@ -68,18 +69,30 @@ impl<M> Fsdp<M> {
         units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
     }
 
-    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used.
+    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used. With `step_in_backward` the
+    /// main gradients are those of one unit, the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
         let (layout, strategy, wire) = (&engine.layout, engine.strategy, engine.config.precision.reduce);
-        let plan = MemoryPlan::new(layout, strategy, wire).with_reshard(layout, strategy, &engine.reshard);
+        let mut plan =
+            MemoryPlan::new(layout, strategy, wire).with_reshard(layout, strategy, &engine.reshard);
+        if engine.config.step_in_backward {
+            let trainable = |&&group: &&usize| engine.groups[group].layout.key.requires_grad;
+            let shard = |&group: &usize| 4 * engine.groups[group].layout.shard_len() as u64;
+            let unit = |unit: &super::core::UnitInfo| unit.groups.iter().filter(trainable).map(shard).sum();
+            plan.main_grads = engine.units.iter().map(unit).max().unwrap_or(0);
+        }
         if engine.state.lock().kept_gradients { plan.with_no_sync(layout, strategy, wire) } else { plan }
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers
-    /// (AdamW: 2). Local.
+    /// (AdamW: 2); an [`OwnerOptimizer`](super::OwnerOptimizer)'s are not a multiple of the shard. Averages of
+    /// the weights and steps that need whole parameters are listed if there have been any. Local.
     pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
         let plan = self.memory_plan();
+        let buckets = self.layout().buckets.iter().filter(|bucket| bucket.key.requires_grad);
+        // f32 weights and gradients of one bucket.
+        let owner_step = 2 * 4 * buckets.map(|bucket| bucket.size as u64).max().unwrap_or(0);
         let report = |usage: Usage| {
             let formula = match usage.category {
                 Category::ModelWeights => plan.model_weights,
@@ -88,10 +101,16 @@ impl<M> Fsdp<M> {
                 Category::OptimizerState => plan.optimizer_state * state_buffers as u64,
                 Category::GatherPool => plan.gather_pool,
                 Category::ReducePool => plan.reduce_pool,
+                Category::OwnerStep => owner_step,
+                Category::WeightAverage => plan.optimizer_state,
             };
             MemoryReport { usage, formula }
         };
-        self.engine().account.report().into_iter().map(report).collect()
+        let listed = |usage: &Usage| {
+            let optional = matches!(usage.category, Category::OwnerStep | Category::WeightAverage);
+            !optional || usage.peak > 0
+        };
+        self.engine().account.report().into_iter().filter(listed).map(report).collect()
     }
 
     /// Bytes moved so far by this rank's collectives, of all its groups. Local.

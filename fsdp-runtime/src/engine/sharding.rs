@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::backward_step::check_strategy;
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
 use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
@@ -86,6 +87,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let name = std::any::type_name::<M>().split('<').next().unwrap_or_default();
     let name = name.rsplit("::").next().unwrap_or(name);
     check_mesh(mesh)?;
+    check_step_in_backward(config, mesh.topology())?;
     let comm = mesh.communicator().duplicate(name);
     let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
@@ -103,7 +105,9 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
         reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
     };
-    let allocate = |bucket: &BucketLayout| GroupBuffers::allocate(&account, bucket.clone(), placement);
+    let allocate = |bucket: &BucketLayout| {
+        GroupBuffers::allocate(&account, bucket.clone(), placement, !config.step_in_backward)
+    };
     let parts = Parts {
         id,
         config: config.clone(),
@@ -169,9 +173,26 @@ fn shard_ranks(mesh: &Topology) -> usize {
     SHARD_DIMS.into_iter().map(|dim| mesh.size(dim)).product()
 }
 
-/// The configured strategy, or `NoShard` where one rank holds all shards.
+/// The configured strategy, or `NoShard` where one rank holds all shards. Steps in the backward need gradients
+/// that are reduced unit by unit, on one rank too.
 fn strategy_in_force(config: &FsdpConfig, mesh: &Topology) -> Strategy {
-    if shard_ranks(mesh) == 1 { Strategy::NoShard } else { config.strategy }
+    if shard_ranks(mesh) == 1 && !config.step_in_backward { Strategy::NoShard } else { config.strategy }
+}
+
+fn check_step_in_backward(config: &FsdpConfig, mesh: &Topology) -> Result<()> {
+    if !config.step_in_backward {
+        return Ok(());
+    }
+    let message = if mesh.size(MeshDim::DpOuter) > 1 {
+        "`step_in_backward` steps a unit when its gradients are reduced among the ranks that share its shards: it \
+         cannot be used with more than one rank of `dp_outer`, whose reduction comes later"
+    } else if config.scaling == GradientScaling::PerToken {
+        "`step_in_backward` steps a unit before the tokens of the step are counted: it cannot be used with \
+         `GradientScaling::PerToken`"
+    } else {
+        return check_strategy(config.strategy);
+    };
+    Err(Error::Config(message.into()))
 }
 
 /// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the
@@ -341,6 +362,7 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         format!("{:?} scaling", config.scaling),
         format!("prefetch {}", config.prefetch),
         format!("seed {}", config.seed),
+        format!("step in backward {}", config.step_in_backward),
     ];
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     let own = modes.filter(|(_, mode)| *mode != config.reshard_after_forward);

@@ -24,17 +24,23 @@ pub enum Category {
     GatherPool,
     /// Buffers that hold unreduced gradients.
     ReducePool,
+    /// Whole buckets while a step runs that needs parameters whole.
+    OwnerStep,
+    /// Averages of the weights.
+    WeightAverage,
 }
 
 impl Category {
     /// All of them, in the order of reports.
-    pub const ALL: [Category; 6] = [
+    pub const ALL: [Category; 8] = [
         Category::ModelWeights,
         Category::MainWeights,
         Category::MainGrads,
         Category::OptimizerState,
         Category::GatherPool,
         Category::ReducePool,
+        Category::OwnerStep,
+        Category::WeightAverage,
     ];
 
     /// Name in tables and metrics.
@@ -46,6 +52,8 @@ impl Category {
             Category::OptimizerState => "optimizer_state",
             Category::GatherPool => "gather_pool",
             Category::ReducePool => "reduce_pool",
+            Category::OwnerStep => "owner_step",
+            Category::WeightAverage => "weight_average",
         }
     }
 }
@@ -69,7 +77,7 @@ struct Counter {
 
 /// Allocates flat buffers of one rank and counts their bytes.
 #[derive(Clone, Debug, Default)]
-pub struct Account(Arc<[Counter; 6]>);
+pub struct Account(Arc<[Counter; 8]>);
 
 impl Account {
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.

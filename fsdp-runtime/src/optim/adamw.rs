@@ -2,7 +2,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{OptimError, Optimizer, Range, Segment, StepInfo};
+use super::{OptimError, Optimizer, Overrides, Range, Segment, StepInfo};
 
 /// AdamW (Loshchilov and Hutter, 2019): Adam whose weight decay acts on the weights, not through the
 /// gradient.
@@ -68,7 +68,11 @@ impl Optimizer for AdamW {
             panic!("adamw has 2 state buffers, got {}", segment.states.len());
         };
         let t = at.step as f64;
-        let decay = if segment.decay { 1.0 - self.lr * self.weight_decay } else { 1.0 };
+        let Overrides { lr_factor, weight_decay, betas } = segment.overrides;
+        let (beta1, beta2) = betas.unwrap_or((self.beta1, self.beta2));
+        let lr = self.lr * lr_factor;
+        let weight_decay = weight_decay.unwrap_or(self.weight_decay);
+        let decay = if segment.decay { 1.0 - lr * weight_decay } else { 1.0 };
         Arch::new().dispatch(Kernel {
             w: segment.weights,
             g: segment.grads,
@@ -76,12 +80,12 @@ impl Optimizer for AdamW {
             v,
             grad_scale: at.grad_scale,
             decay: decay as f32,
-            beta1: self.beta1 as f32,
-            one_minus_beta1: (1.0 - self.beta1) as f32,
-            beta2: self.beta2 as f32,
-            one_minus_beta2: (1.0 - self.beta2) as f32,
-            step_size: (self.lr / (1.0 - self.beta1.powf(t))) as f32,
-            correction2: (1.0 - self.beta2.powf(t)).sqrt() as f32,
+            beta1: beta1 as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
+            step_size: (lr / (1.0 - beta1.powf(t))) as f32,
+            correction2: (1.0 - beta2.powf(t)).sqrt() as f32,
             eps: self.eps as f32,
         });
     }
@@ -103,6 +107,10 @@ impl Optimizer for AdamW {
         let eps = self.eps as f32;
         range.check("eps", "above 0 in f32", self.eps, eps.is_finite() && eps > 0.0)?;
         range.at_least_zero("weight decay", self.weight_decay)
+    }
+
+    fn check_overrides(&self, overrides: &Overrides) -> Result<(), OptimError> {
+        overrides.validate(self.name())
     }
 }
 
@@ -175,6 +183,7 @@ mod tests {
                         grads: &g[cut.clone()],
                         states: vec![&mut self.m[cut.clone()], &mut self.v[cut]],
                         decay,
+                        overrides: Overrides::default(),
                     },
                 );
             }
@@ -292,6 +301,29 @@ mod tests {
         assert_eq!(state.w, [2.0]);
         state.step(&adam, at(2), &[0.0], true);
         assert_eq!(state.w, [1.5]);
+    }
+
+    #[test]
+    fn overrides_are_as_if_the_rule_had_them() {
+        let rule = AdamW::default().lr(0.5).weight_decay(0.25);
+        let overrides = Overrides { lr_factor: 0.5, weight_decay: Some(0.125), betas: Some((0.5, 0.75)) };
+        let (mut a, mut b) = (State::new(&values(50, 1)), State::new(&values(50, 1)));
+        let g = values(50, 2);
+        for t in 1..=3 {
+            let mut segment = Segment {
+                weights: &mut a.w,
+                grads: &g,
+                states: vec![&mut a.m, &mut a.v],
+                decay: true,
+                overrides,
+            };
+            rule.update(at(t), &mut segment);
+            let as_one = AdamW::default().lr(0.25).weight_decay(0.125).betas(0.5, 0.75);
+            b.step(&as_one, at(t), &g, true);
+        }
+        assert_eq!(a, b);
+        let error = rule.check_overrides(&Overrides { betas: Some((0.5, 1.0)), ..overrides }).unwrap_err();
+        assert_eq!(error.to_string(), "adamw: beta2 must be at least 0 and below 1, got 1");
     }
 
     #[test]

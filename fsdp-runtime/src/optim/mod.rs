@@ -2,15 +2,26 @@
 //!
 //! An optimizer here sees runs of elements, not parameters: which of them a rank holds, where they are and
 //! when a step is due is the engine's matter. The rules are element-wise, so that a step does not depend on
-//! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits.
+//! how a model is sharded: any cut of a parameter into [`Segment`]s gives the same bits. Rules that need a
+//! parameter whole ([`OwnerRule`]) run on one rank, the parameter's owner.
 
 mod adamw;
+mod average;
+mod groups;
+mod loss_scale;
+mod muon;
 mod norm;
+mod owner;
 mod schedule;
 mod sgd;
 
 pub use adamw::AdamW;
+pub use average::move_average;
+pub use groups::{Overrides, ParamGroup};
+pub use loss_scale::{LossScaler, LossScalerState};
+pub use muon::Muon;
 pub use norm::{clip_scale, squared_norm};
+pub use owner::{OwnerFn, OwnerRule, WholeParam};
 pub use schedule::CosineSchedule;
 pub use sgd::Sgd;
 
@@ -31,6 +42,8 @@ pub struct Segment<'a> {
     pub states: Vec<&'a mut [f32]>,
     /// Weight decay applies.
     pub decay: bool,
+    /// What the parameter's group changes of the rule's settings.
+    pub overrides: Overrides,
 }
 
 /// What the segments of one step have in common.
@@ -68,6 +81,15 @@ pub trait Optimizer: Send {
     /// # Errors
     /// If one is out of range; names it.
     fn validate(&self) -> Result<(), OptimError>;
+
+    /// Checks what a parameter group changes of the settings. A rule that follows
+    /// [`Segment::overrides`] says here which of them; by default none, so that no setting is silently lost.
+    ///
+    /// # Errors
+    /// If the rule has no such setting, or the value is out of range; names it.
+    fn check_overrides(&self, overrides: &Overrides) -> Result<(), OptimError> {
+        groups::refuse_overrides(self, overrides)
+    }
 }
 
 /// What can be wrong with an optimizer.
@@ -85,6 +107,17 @@ pub enum OptimError {
         /// Its value.
         got: f64,
     },
+    /// A parameter group changes a setting that the rule does not have, or does not take from groups.
+    #[error("{optimizer}: a parameter group cannot change the {setting} of this rule")]
+    Unsupported {
+        /// Name of the optimizer.
+        optimizer: &'static str,
+        /// Name of the setting.
+        setting: &'static str,
+    },
+    /// A rule for whole parameters failed, in its own words.
+    #[error("{0}")]
+    Failed(String),
 }
 
 /// Checks one setting after another for one optimizer.

@@ -2,7 +2,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{OptimError, Optimizer, Range, Segment, StepInfo};
+use super::{OptimError, Optimizer, Overrides, Range, Segment, StepInfo};
 
 /// SGD with momentum and L2 weight decay.
 ///
@@ -59,8 +59,9 @@ impl Optimizer for Sgd {
     }
 
     fn update(&self, at: StepInfo, segment: &mut Segment<'_>) {
-        let (lr, grad_scale) = (self.lr as f32, at.grad_scale);
-        let decay = if segment.decay { self.weight_decay as f32 } else { 0.0 };
+        let Overrides { lr_factor, weight_decay, .. } = segment.overrides;
+        let (lr, grad_scale) = ((self.lr * lr_factor) as f32, at.grad_scale);
+        let decay = if segment.decay { weight_decay.unwrap_or(self.weight_decay) as f32 } else { 0.0 };
         let (w, g) = (&mut *segment.weights, segment.grads);
         match segment.states.as_mut_slice() {
             [] if self.momentum == 0.0 => Arch::new().dispatch(Plain { w, g, grad_scale, lr, decay }),
@@ -96,6 +97,13 @@ impl Optimizer for Sgd {
         let expected = "above 0 for Nesterov's momentum";
         range.check("momentum", expected, self.momentum, !self.nesterov || self.momentum > 0.0)?;
         range.at_least_zero("weight decay", self.weight_decay)
+    }
+
+    fn check_overrides(&self, overrides: &Overrides) -> Result<(), OptimError> {
+        if overrides.betas.is_some() {
+            return Err(OptimError::Unsupported { optimizer: self.name(), setting: "betas" });
+        }
+        overrides.validate(self.name())
     }
 }
 
@@ -152,7 +160,10 @@ mod tests {
 
     fn step(sgd: &Sgd, w: &mut [f32], g: &[f32], states: Vec<&mut [f32]>, decay: bool) {
         let info = StepInfo { step: 1, grad_scale: 1.0 };
-        sgd.update(info, &mut Segment { weights: w, grads: g, states, decay });
+        sgd.update(
+            info,
+            &mut Segment { weights: w, grads: g, states, decay, overrides: Overrides::default() },
+        );
     }
 
     #[test]
@@ -187,8 +198,28 @@ mod tests {
         let sgd = Sgd::default().lr(1.0).weight_decay(0.5);
         let mut w = [2.0f32];
         let info = StepInfo { step: 1, grad_scale: 0.25 };
-        sgd.update(info, &mut Segment { weights: &mut w, grads: &[4.0], states: vec![], decay: true });
+        let mut segment = Segment {
+            weights: &mut w,
+            grads: &[4.0],
+            states: vec![],
+            decay: true,
+            overrides: Overrides::default(),
+        };
+        sgd.update(info, &mut segment);
         assert_eq!(w, [0.0]); // 2 - (1 + 1)
+    }
+
+    #[test]
+    fn overrides_replace_decay_and_scale_the_rate_and_betas_are_refused() {
+        let sgd = Sgd::default().lr(1.0).weight_decay(7.0);
+        let overrides = Overrides { lr_factor: 0.5, weight_decay: Some(0.5), betas: None };
+        let mut w = [2.0f32];
+        let mut segment = Segment { weights: &mut w, grads: &[1.0], states: vec![], decay: true, overrides };
+        sgd.update(StepInfo { step: 1, grad_scale: 1.0 }, &mut segment);
+        assert_eq!(w, [1.0]); // 2 - 0.5 * (1 + 1)
+        assert_eq!(sgd.check_overrides(&overrides), Ok(()));
+        let error = sgd.check_overrides(&Overrides { betas: Some((0.9, 0.9)), ..overrides }).unwrap_err();
+        assert_eq!(error.to_string(), "sgd: a parameter group cannot change the betas of this rule");
     }
 
     #[test]

@@ -63,6 +63,13 @@ pub(crate) struct GradTarget {
     pub fresh: bool,
 }
 
+/// A unit's gradients of one backward, reduced once `event` is passed, where the model keeps no main gradients.
+pub(crate) struct ReducedUnit {
+    /// Group and this rank's shard of its gradients.
+    pub grads: Vec<(usize, Slice)>,
+    pub event: Arc<dyn Event>,
+}
+
 struct UnitGrads {
     path: Arc<str>,
     /// Trainable groups.
@@ -83,8 +90,10 @@ pub(crate) struct GradReducePipeline {
     streams: Streams,
     tracer: Arc<Tracer>,
     options: ReduceOptions,
+    account: Account,
     pool: Pool,
     units: Vec<UnitGrads>,
+    reduced: Option<ReducedUnit>,
     /// The last reduction among the inner ranks.
     last: Option<Arc<dyn Event>>,
     /// The last one among the outer ranks.
@@ -130,7 +139,18 @@ impl GradReducePipeline {
             options.depth,
             options.double_buffer,
         );
-        GradReducePipeline { comm, streams, tracer, options, pool, units, last: None, last_outer: None }
+        GradReducePipeline {
+            comm,
+            streams,
+            tracer,
+            options,
+            account: account.clone(),
+            pool,
+            units,
+            reduced: None,
+            last: None,
+            last_outer: None,
+        }
     }
 
     /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket
@@ -191,14 +211,29 @@ impl GradReducePipeline {
         let add = self.units[unit].accumulated;
         self.units[unit].accumulated = true;
         if sharded {
-            let parts = targets.into_iter().map(|target| Reduce {
-                recv: main_grad(groups, target.group).shard(),
-                send: target.bucket,
-                scale: self.options.scale,
-                accumulate: if add { Accumulate::Add } else { Accumulate::Overwrite },
-            });
-            self.launch_reduce_scatter(unit, parts.collect(), moment)?;
-            self.give_back(slot);
+            let mut passing = Vec::new();
+            let mut parts = Vec::with_capacity(targets.len());
+            for target in targets {
+                let layout = &groups[target.group].layout;
+                let recv = match &groups[target.group].main_grad {
+                    Some(main_grad) => main_grad.shard(),
+                    None if add => return Err(self.reduced_twice(unit)),
+                    None => {
+                        let recv = self.account.allocate(Category::MainGrads, Dtype::F32, layout.shard_len());
+                        passing.push((target.group, recv.clone()));
+                        recv
+                    }
+                };
+                parts.push(Reduce {
+                    recv,
+                    send: target.bucket,
+                    scale: self.options.scale,
+                    accumulate: if add { Accumulate::Add } else { Accumulate::Overwrite },
+                });
+            }
+            self.launch_reduce_scatter(unit, parts, moment)?;
+            let event = self.give_back(slot);
+            self.reduced = (!passing.is_empty()).then_some(ReducedUnit { grads: passing, event });
         } else if sync == Sync::Step {
             self.reduce_whole(groups, unit, moment)?;
         }
@@ -241,6 +276,20 @@ impl GradReducePipeline {
         (0..self.units.len()).filter(|&unit| self.units[unit].in_use).collect()
     }
 
+    /// What was reduced last, where the model keeps no main gradients, unless it was taken already.
+    pub(crate) fn take_reduced(&mut self) -> Option<ReducedUnit> {
+        self.reduced.take()
+    }
+
+    fn reduced_twice(&self, unit: usize) -> CommError {
+        let message = format!(
+            "unit `{}` has gradients twice in one backward, after the optimizer has stepped it: train this model \
+             without `step_in_backward`",
+            self.units[unit].path
+        );
+        CommError::Invalid { rank: self.comm.rank(), message }
+    }
+
     /// The compute stream waits for all reductions launched so far.
     pub(crate) fn finish(&mut self) -> Result<(), CommError> {
         let events = [self.last.take(), self.last_outer.take()];
@@ -256,6 +305,7 @@ impl GradReducePipeline {
 
     /// Gives up targets that an error left open.
     pub(crate) fn abandon(&mut self) {
+        self.reduced = None;
         for unit in 0..self.units.len() {
             self.units[unit].in_use = false;
             if let Some((slot, _)) = self.units[unit].open.take() {
@@ -274,12 +324,13 @@ impl GradReducePipeline {
         }
     }
 
-    fn give_back(&mut self, slot: Option<SlotId>) {
+    fn give_back(&mut self, slot: Option<SlotId>) -> Arc<dyn Event> {
         let event = self.streams.reduce.record();
         if let Some(slot) = slot {
             self.pool.release(slot, event.clone());
         }
-        self.last = Some(event);
+        self.last = Some(event.clone());
+        event
     }
 
     fn give_back_now(&mut self, slot: Option<SlotId>) {

@@ -8,7 +8,7 @@ mod order;
 use std::sync::Arc;
 
 pub(crate) use all_gather::{AllGatherPipeline, Change, GatherOptions, GatherUnit, Pass, Prefetch, Reshard};
-pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions, Sync};
+pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions, ReducedUnit, Sync};
 use order::Order;
 
 use crate::comm::{Phase, Tag};

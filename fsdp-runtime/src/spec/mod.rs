@@ -265,7 +265,8 @@ impl MixedPrecision {
     /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
     pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, ..MixedPrecision::F32 };
 
-    /// float16 weights, FP32 reduction, FP32 main weights and gradients: to be trained with a scaled loss.
+    /// binary16 weights, FP32 reduction, FP32 main weights and gradients. To be trained with a
+    /// [`LossScaler`](crate::optim::LossScaler).
     pub const F16: MixedPrecision = MixedPrecision { param: Dtype::F16, ..MixedPrecision::F32 };
 }
 

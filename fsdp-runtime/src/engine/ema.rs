@@ -1,0 +1,192 @@
+//! An exponential moving average of the weights, as a second shard.
+
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use crate::comm::Phase;
+use crate::device::Slice;
+use crate::error::{Error, Result};
+use crate::memory::Category;
+use crate::optim::move_average;
+use crate::spec::Dtype;
+
+/// An exponential moving average of a model's trainable weights, in f32. Made by [`Fsdp::ema`].
+///
+/// It is sharded like the state of the optimizer and costs as much as one state buffer: 4 bytes for each element
+/// of the shard, accounted as [`Category::WeightAverage`]. Nothing is gathered to update it. To save or load it,
+/// call [`Fsdp::visit_weights`] or [`Fsdp::load_weights`] inside [`Fsdp::with_ema`].
+///
+/// ```
+/// use fsdp_runtime::{FullyShard, Init, Param, launch};
+///
+/// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+///     let weights = Param::new(8).with_init(Init::Constant(1.0));
+///     let mut model = weights.fully_shard(&world.data_parallel_mesh())?;
+///     let mut ema = model.ema(0.75)?;
+///     // What an optimizer's step would do:
+///     model.load_weights(|_, _, values| Ok(values.fill(5.0)))?;
+///     ema.update(&model)?;
+///     model.with_ema(&mut ema, |model| model.visit_weights(|_, values| Ok(assert_eq!(values, [2.0; 8]))))?;
+///     model.visit_weights(|_, values| Ok(assert_eq!(values, [5.0; 8])))
+/// })?;
+/// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+/// ```
+#[derive(Debug)]
+pub struct Ema {
+    engine: usize,
+    decay: f64,
+    warmup: bool,
+    updates: u64,
+    /// The average of each bucket's weights, `None` for frozen ones.
+    shards: Vec<Option<Slice>>,
+    agreed: bool,
+}
+
+impl<M> Fsdp<M> {
+    /// An average that begins with the present weights: each [`Ema::update`] keeps `decay` of it (0.999, for
+    /// instance) and takes the rest from the weights.
+    ///
+    /// Every rank must call it; nothing is communicated.
+    ///
+    /// # Errors
+    /// If `decay` is not at least 0 and below 1, and those of the streams.
+    pub fn ema(&self, decay: f64) -> Result<Ema> {
+        if !(0.0..1.0).contains(&decay) {
+            let message = format!("the decay of an average must be at least 0 and below 1, not {decay}");
+            return Err(Error::Config(message));
+        }
+        let engine = self.engine();
+        engine.settle()?;
+        let mut shards = Vec::with_capacity(engine.groups.len());
+        for weights in engine.averaged_weights() {
+            let Some(weights) = weights else {
+                shards.push(None);
+                continue;
+            };
+            let shard = engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len());
+            // SAFETY: the shard is new and ours alone; no one writes the weights, as nothing is under way
+            // (`settle`).
+            unsafe { shard.as_mut_slice::<f32>().copy_from_slice(weights.as_slice::<f32>()) };
+            shards.push(Some(shard));
+        }
+        Ok(Ema { engine: engine.id(), decay, warmup: false, updates: 0, shards, agreed: false })
+    }
+
+    /// Runs `evaluate` on the model with the averaged weights in place of its own; afterwards the model has its
+    /// own weights back, bit for bit, whether it fails or not. Frozen weights stay as they are. The loss of an
+    /// earlier forward can no longer be used for a backward, as after a step.
+    ///
+    /// Every rank must call it. The closure has the model by shared reference: no optimizer can step it.
+    ///
+    /// # Errors
+    /// If the average is another model's, those of `evaluate` and of the streams.
+    pub fn with_ema<T>(&mut self, ema: &mut Ema, evaluate: impl FnOnce(&Fsdp<M>) -> Result<T>) -> Result<T> {
+        let engine = self.engine().clone();
+        ema.check(&engine)?;
+        engine.exchange_weights(&ema.shards)?;
+        let mut exchanged = Exchanged { engine: &engine, shards: &ema.shards, back: false };
+        let outcome = evaluate(self);
+        exchanged.back = true;
+        let back = engine.exchange_weights(&ema.shards);
+        let value = outcome?;
+        back?;
+        Ok(value)
+    }
+}
+
+/// Gives the model its own weights back if evaluation unwinds.
+struct Exchanged<'a> {
+    engine: &'a Engine,
+    shards: &'a [Option<Slice>],
+    back: bool,
+}
+
+impl Drop for Exchanged<'_> {
+    fn drop(&mut self) {
+        if !self.back {
+            // A stream that has failed fails whatever comes next with the same error.
+            let _ = self.engine.exchange_weights(self.shards);
+        }
+    }
+}
+
+impl Ema {
+    /// Averages over the short past at first: update `t`, from 1, keeps `min(decay, (1 + t) / (10 + t))`.
+    pub fn warmup(mut self) -> Self {
+        self.warmup = true;
+        self
+    }
+
+    /// What the next update keeps.
+    pub fn next_decay(&self) -> f64 {
+        let t = self.updates as f64 + 1.0;
+        if self.warmup { self.decay.min((1.0 + t) / (10.0 + t)) } else { self.decay }
+    }
+
+    /// Updates so far.
+    pub fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// Sets the number of updates so far, on which the warm-up depends: to go on from a checkpoint. The same on
+    /// all ranks.
+    pub fn set_updates(&mut self, updates: u64) {
+        self.updates = updates;
+        self.agreed = false;
+    }
+
+    /// Moves the average towards the model's weights: to be called after each optimizer step.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// If the average is another model's, (in the first update) the ranks' decays differ, and those of the
+    /// streams.
+    pub fn update<M>(&mut self, model: &Fsdp<M>) -> Result<()> {
+        let engine = model.engine();
+        self.check(engine)?;
+        if !self.agreed {
+            let Ema { decay, warmup, updates, .. } = self;
+            let line = format!("average of the weights: decay {decay}, warm-up {warmup}, {updates} updates");
+            engine.agree("average of the weights", Phase::Optimizer, &[line])?;
+            self.agreed = true;
+        }
+        engine.settle()?;
+        let decay = self.next_decay();
+        for (shard, weights) in self.shards.iter().zip(engine.averaged_weights()) {
+            let (Some(shard), Some(weights)) = (shard, weights) else { continue };
+            // SAFETY: nothing is under way (`settle`), so this thread is the only user of both, which are
+            // different buffers.
+            move_average(unsafe { shard.as_mut_slice::<f32>() }, unsafe { weights.as_slice::<f32>() }, decay);
+        }
+        self.updates += 1;
+        Ok(())
+    }
+
+    fn check(&self, engine: &Engine) -> Result<()> {
+        if engine.id() != self.engine {
+            return Err(Error::Usage("this average was made by another model's `ema(..)`".into()));
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// The f32 weights of each trainable bucket that this rank's optimizer updates.
+    fn averaged_weights(&self) -> impl Iterator<Item = Option<Slice>> {
+        self.groups.iter().map(|group| {
+            let owned = group.owned.clone();
+            group.layout.key.requires_grad.then(|| group.optimizer_weight().part(owned))
+        })
+    }
+
+    /// Exchanges the optimizer's weights with `shards`, and installs them as model weights.
+    fn exchange_weights(&self, shards: &[Option<Slice>]) -> Result<()> {
+        self.settle()?;
+        for (shard, weights) in shards.iter().zip(self.averaged_weights()) {
+            let (Some(shard), Some(weights)) = (shard, weights) else { continue };
+            // SAFETY: as in `Ema::update`.
+            unsafe { shard.as_mut_slice::<f32>().swap_with_slice(weights.as_mut_slice::<f32>()) };
+        }
+        self.install_optimized_model_weights()
+    }
+}

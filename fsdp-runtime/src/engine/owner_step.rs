@@ -1,0 +1,319 @@
+//! Optimizer steps that need whole parameters, each on the one rank that owns it.
+
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use super::optimizer::{DueStep, ShardedOptimizer, StateLayout};
+use super::param_groups::ParamGroups;
+use crate::buffer::GroupBuffers;
+use crate::comm::Phase;
+use crate::device::{Slice, cast};
+use crate::error::{Error, Result};
+use crate::layout::{Item, ModelLayout};
+use crate::memory::Category;
+use crate::optim::{Optimizer, OwnerRule, ParamGroup, WholeParam};
+use crate::spec::{Dtype, ParamSpec};
+
+/// An optimizer of two rules: one that needs parameters whole and runs on their owners, and an element-wise one
+/// for the parameters that the first does not want. Made by [`Fsdp::owner_optimizer`].
+///
+/// Every parameter that the first rule wants has one owner. In a step, bucket after bucket is gathered (f32
+/// weights and gradients), the owners update their parameters, and each rank takes its part of the result. No
+/// more than one bucket is whole at a time. Owners are chosen by the rule's cost, so that within a bucket,
+/// and over all of them, ranks have about the same work: what is one bucket's is done at the same time.
+/// The results do not depend on who owns what.
+#[derive(Debug)]
+pub struct OwnerOptimizer<R, O> {
+    rule: R,
+    rest: ShardedOptimizer<O>,
+    /// The owner of each physical parameter; `None` if the element-wise rule updates it.
+    owners: Vec<Option<usize>>,
+    /// State buffers of each physical parameter; none where another rank owns it.
+    states: Vec<Vec<Slice>>,
+}
+
+impl<M> Fsdp<M> {
+    /// An optimizer whose `rule` sees parameters whole, with `rest` for those it does not want. Its state is on
+    /// the owner of each parameter and starts at zero; the state of `rest` is sharded like its parameters.
+    /// Nothing is communicated.
+    ///
+    /// # Errors
+    /// If settings of a rule are out of range.
+    ///
+    /// ```
+    /// use fsdp_runtime::optim::{AdamW, Muon};
+    /// use fsdp_runtime::{FullyShard, Param, launch};
+    ///
+    /// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+    ///     let params = (Param::new((8, 8)), Param::new((8, 8)), Param::new(8));
+    ///     let model = params.fully_shard(&world.data_parallel_mesh())?;
+    ///     let optimizer = model.owner_optimizer(Muon::default(), AdamW::default())?;
+    ///     let owners: Vec<_> = optimizer.owners().collect();
+    ///     assert_eq!(owners, [("0", Some(0)), ("1", Some(1)), ("2", None)]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    pub fn owner_optimizer<R: OwnerRule, O: Optimizer>(
+        &self,
+        rule: R,
+        rest: O,
+    ) -> Result<OwnerOptimizer<R, O>> {
+        self.owner_optimizer_with(rule, rest, |_| ParamGroup::default())
+    }
+
+    /// The same with parameter groups, as for [`Fsdp::optimizer_with`]. A group that is
+    /// [`element_wise`](ParamGroup::element_wise) is left to `rest` whatever `rule` wants.
+    ///
+    /// # Errors
+    /// As for [`Fsdp::optimizer_with`].
+    pub fn owner_optimizer_with<R: OwnerRule, O: Optimizer>(
+        &self,
+        rule: R,
+        rest: O,
+        assign: impl FnMut(&ParamSpec) -> ParamGroup,
+    ) -> Result<OwnerOptimizer<R, O>> {
+        let engine = self.engine();
+        rule.validate()?;
+        let groups = ParamGroups::new(&engine.layout, assign)?;
+        let wants = |param: usize| {
+            let spec = &engine.layout.params[param];
+            let owned = spec.key.requires_grad && spec.numel() > 0 && !groups.of(param).is_element_wise();
+            owned && rule.wants(spec)
+        };
+        let cost = |param: usize| wants(param).then(|| rule.cost(&engine.layout.params[param]));
+        let owners = choose_owners(&engine.layout, engine.comm.size(), cost);
+        let mut states = Vec::with_capacity(owners.len());
+        for (spec, (param, owner)) in engine.layout.params.iter().zip(owners.iter().enumerate()) {
+            if owner.is_some() {
+                rule.check_overrides(groups.of(param).overrides())?;
+            }
+            let own = *owner == Some(engine.comm.rank());
+            let buffers = if own { rule.state_names().len() } else { 0 };
+            let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, spec.numel());
+            states.push((0..buffers).map(state).collect());
+        }
+        let left = |param: usize| owners[param].is_none();
+        let rest = ShardedOptimizer::new(engine, rest, groups, StateLayout::Compact, left)?;
+        Ok(OwnerOptimizer { rule, rest, owners, states })
+    }
+}
+
+/// An owner for each parameter that has a cost: bucket by bucket, the dearest parameter first, to the rank that
+/// has the least work in the bucket, then overall.
+fn choose_owners(
+    layout: &ModelLayout,
+    ranks: usize,
+    cost: impl Fn(usize) -> Option<u64>,
+) -> Vec<Option<usize>> {
+    let mut owners = vec![None; layout.params.len()];
+    let mut total = vec![0u64; ranks];
+    for bucket in &layout.buckets {
+        let mut wanted: Vec<(u64, usize)> =
+            bucket.items.iter().filter_map(|item| Some((cost(item.param)?, item.param))).collect();
+        wanted.sort_by_key(|&(cost, param)| (std::cmp::Reverse(cost), param));
+        let mut load = vec![0u64; ranks];
+        for (cost, param) in wanted {
+            let owner = (0..ranks).min_by_key(|&rank| (load[rank], total[rank], rank)).expect("a rank");
+            load[owner] = load[owner].saturating_add(cost);
+            total[owner] = total[owner].saturating_add(cost);
+            owners[param] = Some(owner);
+        }
+    }
+    owners
+}
+
+impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
+    /// The rule for whole parameters.
+    pub fn rule(&self) -> &R {
+        &self.rule
+    }
+
+    /// The element-wise rule for the others.
+    pub fn rest(&self) -> &O {
+        self.rest.rule()
+    }
+
+    /// Sets the learning rate of the rule for whole parameters. The same on all ranks.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        self.rule.set_learning_rate(learning_rate);
+    }
+
+    /// Sets the learning rate of the element-wise rule. The same on all ranks.
+    pub fn set_rest_learning_rate(&mut self, learning_rate: f64) {
+        self.rest.set_learning_rate(learning_rate);
+    }
+
+    /// Steps taken.
+    pub fn steps(&self) -> u64 {
+        self.rest.steps()
+    }
+
+    /// The parameter groups, and which parameter is in which.
+    pub fn param_groups(&self) -> &ParamGroups {
+        self.rest.param_groups()
+    }
+
+    /// Each trainable parameter and its owner, in declaration order; `None` where the element-wise rule
+    /// updates it.
+    pub fn owners(&self) -> impl Iterator<Item = (&str, Option<usize>)> {
+        // Groups list the trainable parameters in the layout's order.
+        let mut names = self.param_groups().iter().map(|(name, _)| name);
+        let trainable =
+            self.owners.iter().enumerate().filter(|&(param, _)| self.param_groups().contains(param));
+        trainable.filter_map(move |(_, owner)| Some((names.next()?, *owner)))
+    }
+
+    /// Updates all parameters, installs the new weights, and begins the next step with no gradients, as
+    /// [`ShardedOptimizer::step`] does. The rule for whole parameters runs once a parameter and step, on its
+    /// owner, however many microbatches there were.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// Those of [`ShardedOptimizer::step`] and of the rule; after one of the rule, weights are partly changed.
+    pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
+        let engine = model.engine().clone();
+        self.rule.validate()?;
+        let mut lines = Vec::new();
+        if self.steps() == 0 {
+            let (name, lr) = (self.rule.name(), self.rule.learning_rate());
+            lines.push(format!("owner rule {name}, learning rate {lr}"));
+            lines.extend(self.owners().map(|(name, owner)| format!("`{name}` has the owner {owner:?}")));
+        }
+        let due = self.rest.begin(&engine, |rest| [rest, lines].concat())?;
+        for bucket in &engine.groups {
+            let items = bucket.layout.items.iter().copied();
+            let owned: Vec<Item> = items.filter(|item| self.owners[item.param].is_some()).collect();
+            if !owned.is_empty() && due.with_gradient[bucket.layout.key.unit] {
+                self.step_bucket(&engine, &due, bucket, &owned)?;
+            }
+        }
+        self.rest.update(&engine, &due);
+        due.finish()
+    }
+
+    fn step_bucket(
+        &mut self,
+        engine: &Engine,
+        due: &DueStep,
+        bucket: &GroupBuffers,
+        owned: &[Item],
+    ) -> Result<()> {
+        let Some(main_grad) = &bucket.main_grad else { return Ok(()) };
+        let compute = &*engine.streams.compute;
+        let sharded = engine.strategy.shards_optim() || bucket.layout.outer > 1;
+        let (weights, grads) = if sharded {
+            let tag = engine.tag(engine.unit_path(bucket.layout.key.unit), Phase::Optimizer);
+            let gather = |buffer| engine.gather_whole(bucket, buffer, &tag, Some(Category::OwnerStep));
+            (gather(bucket.optimizer_weight())?, gather(main_grad)?)
+        } else {
+            (bucket.optimizer_weight().data().clone(), main_grad.data().clone())
+        };
+        compute.record().synchronize()?;
+        for item in owned {
+            if self.owners[item.param] == Some(engine.comm.rank()) {
+                let (weights, grads) = (weights.range(item.range()), grads.range(item.range()));
+                self.step_param(engine, due, item.param, &weights, &grads)?;
+            }
+        }
+        for item in owned {
+            let spec = &engine.layout.params[item.param];
+            let owner = self.owners[item.param].expect("owned");
+            let tag = engine.tag(&spec.name, Phase::Optimizer);
+            engine.comm.broadcast(compute, tag, weights.range(item.range()), owner)?;
+        }
+        if sharded {
+            let own = bucket.owned.clone();
+            for item in owned {
+                let part = item.start.max(own.start)..(item.start + item.len).min(own.end);
+                if !part.is_empty() {
+                    cast(compute, &weights.range(part.clone()), &bucket.optimizer_weight().part(part))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn step_param(
+        &mut self,
+        engine: &Engine,
+        due: &DueStep,
+        param: usize,
+        weights: &Slice,
+        grads: &Slice,
+    ) -> Result<()> {
+        let spec = &engine.layout.params[param];
+        let overrides = *self.rest.param_groups().of(param).overrides();
+        // SAFETY: reductions are done, no weights are gathered (`finish_grad_sync`) and the gather of this
+        // bucket is complete, so this thread is the only user of these buffers; they are different ones.
+        let grads = unsafe { grads.as_slice::<f32>() };
+        let scaled: Vec<f32>;
+        let grads = if due.at.grad_scale == 1.0 {
+            grads
+        } else {
+            scaled = grads.iter().map(|grad| grad * due.at.grad_scale).collect();
+            &scaled
+        };
+        let states = &self.states[param];
+        let mut whole = WholeParam {
+            spec,
+            // SAFETY: as above.
+            weights: unsafe { weights.as_mut_slice::<f32>() },
+            grads,
+            // SAFETY: as above.
+            states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
+            lr: self.rule.learning_rate() * overrides.lr_factor,
+            overrides,
+        };
+        self.rule.update(due.at.step, &mut whole).map_err(|error| Error::Param {
+            param: spec.name.clone(),
+            message: format!("owner rule {}: {error}", self.rule.name()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{LayoutOptions, ShardAlignment, UnitSpec};
+    use crate::spec::GroupKey;
+
+    fn layout(units: &[&[usize]], ranks: usize) -> ModelLayout {
+        let spec = |unit: usize, index: usize, n: usize| ParamSpec {
+            name: format!("{unit}.{index}"),
+            shape: vec![n],
+            key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit },
+            no_decay: false,
+            tp: None,
+            tp_parts: 1,
+            shared: false,
+        };
+        let of_unit = |(unit, params): (usize, &&[usize])| {
+            params.iter().enumerate().map(|(index, &n)| spec(unit, index, n)).collect::<Vec<_>>()
+        };
+        let params = units.iter().enumerate().flat_map(of_unit).collect();
+        let names: Vec<UnitSpec> = (0..units.len()).map(|unit| UnitSpec { path: unit.to_string() }).collect();
+        let options =
+            LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
+        ModelLayout::build(params, &names, &options).unwrap()
+    }
+
+    fn owners(units: &[&[usize]], ranks: usize) -> Vec<Option<usize>> {
+        let layout = layout(units, ranks);
+        choose_owners(&layout, ranks, |param| Some(layout.params[param].numel() as u64))
+    }
+
+    #[test]
+    fn the_dearest_parameter_goes_to_the_rank_with_the_least_work() {
+        assert_eq!(owners(&[&[1, 3, 2]], 2), [Some(1), Some(0), Some(1)]);
+        // Rank 0 has had the dear one of the first bucket: it gets the cheap one of the second.
+        assert_eq!(owners(&[&[10, 1], &[10, 1]], 2), [Some(0), Some(1), Some(1), Some(0)]);
+        assert_eq!(owners(&[&[5], &[5], &[5], &[5]], 2), [0, 1, 0, 1].map(Some));
+    }
+
+    #[test]
+    fn parameters_without_cost_have_no_owner() {
+        let layout = layout(&[&[4, 4]], 3);
+        assert_eq!(choose_owners(&layout, 3, |param| (param == 1).then_some(4)), [None, Some(0)]);
+    }
+}
