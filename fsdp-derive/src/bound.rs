@@ -27,9 +27,12 @@ fn inferred(module: &Module, fsdp_unit: &TokenStream) -> Vec<WherePredicate> {
     let mut seen = Vec::new();
     let mut predicates = Vec::new();
     for field in module.alternatives().into_iter().flatten().filter(walked) {
-        for part in types::walked_parts(&field.ty) {
+        // Spelled only where it matters: the compiler takes its time to print tokens.
+        let parts =
+            types::walked_parts(&field.ty).into_iter().filter(|part| rests_on_parameter(module, part));
+        for part in parts {
             let spelling = part.to_token_stream().to_string();
-            if rests_on_parameter(module, part) && !seen.contains(&spelling) {
+            if !seen.contains(&spelling) {
                 seen.push(spelling);
                 predicates.push(parse_quote!(#part: #fsdp_unit));
             }

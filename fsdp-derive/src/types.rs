@@ -65,13 +65,15 @@ fn plain_path(path: &Path) -> Option<Plain> {
     if name == "PhantomData" {
         return Some(Plain { meant: path.to_token_stream(), named: false });
     }
+    if !["Option", "Vec", "Box"].contains(&name) {
+        return None;
+    }
+    let meant = plain(arg)?.meant;
     let std = match name {
         "Option" => quote!(::core::option::Option),
         "Vec" => quote!(::std::vec::Vec),
-        "Box" => quote!(::std::boxed::Box),
-        _ => return None,
+        _ => quote!(::std::boxed::Box),
     };
-    let meant = plain(arg)?.meant;
     Some(Plain { meant: quote!(#std<#meant>), named: true })
 }
 
