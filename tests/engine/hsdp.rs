@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use fsdp::engine::TrafficReport;
+use fsdp::optim::{OwnerFn, WholeParam};
 use fsdp::prelude::*;
 
 use crate::fixtures::{Dot, Dots, Two, config, dot, full, gradients, named, on_ranks, weights};
@@ -172,4 +173,54 @@ fn an_outer_cut_of_what_is_not_sharded_is_refused() {
         assert!(text.contains("outer strategy `optim`") && text.contains("strategy `no-shard`"), "{text}");
         Ok(())
     });
+}
+
+#[test]
+fn owner_steps_and_averages_know_what_the_outer_ranks_have() {
+    for (outer, inner) in [(2, 2), (3, 1), (1, 4)] {
+        for outer_strategy in [OuterStrategy::NoShard, OuterStrategy::Optim] {
+            for precision in [MixedPrecision::F32, MixedPrecision::BF16] {
+                on_ranks(outer * inner, |world| {
+                    let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                    let config =
+                        FsdpConfig { outer: outer_strategy, precision, ..config(Strategy::default()) };
+                    let dots = Dots { units: vec![Dot::zeros(100), Dot::zeros(7)] };
+                    let mut model = dots.fully_shard_with(&mesh, &config)?;
+                    let rule = OwnerFn::new(|_, param: &mut WholeParam<'_>| {
+                        for (weight, grad) in param.weights.iter_mut().zip(param.grads) {
+                            *weight -= grad;
+                        }
+                        Ok(())
+                    });
+                    let mut optimizer = model.owner_optimizer(rule, Sgd::default())?;
+                    let mut ema = model.ema(0.5)?;
+                    for step in 1..=3 {
+                        let loss: Tensor = model.forward(&vec![full(100, 2.0), full(7, 4.0)])?;
+                        model.backward(&loss)?;
+                        optimizer.step(&mut model)?;
+                        ema.update(&model)?;
+                        let step = step as f32;
+                        let expected = |step: f32| {
+                            named(&[("units.0.w", &[-2.0 * step; 100]), ("units.1.w", &[-4.0 * step; 7])])
+                        };
+                        assert_eq!(weights(&model)?, expected(step));
+                        // 0.5, 1.25, 2.125
+                        let average = step - 1.0 + 0.5f32.powf(step);
+                        let mut seen = 0.0;
+                        model.with_ema(&mut ema, |model| {
+                            assert_eq!(weights(model)?, expected(average));
+                            let sum: Tensor = model.evaluate(&vec![full(100, 1.0), full(7, 0.0)])?;
+                            seen = sum.to_scalar::<f32>()?;
+                            Ok(())
+                        })?;
+                        // candle sums bf16 in bf16.
+                        let tolerance = if precision == MixedPrecision::F32 { 1e-6 } else { 0.2 };
+                        assert!((seen + 200.0 * average).abs() <= seen.abs() * tolerance, "{seen} {average}");
+                        assert_eq!(weights(&model)?, expected(step));
+                    }
+                    Ok(())
+                });
+            }
+        }
+    }
 }
