@@ -27,7 +27,7 @@ fn ui() {
 /// Writes a program of generated items. Its seeds are not those of the derive's own tests.
 fn write_items(file: u64) -> PathBuf {
     let modules: String = (0..ITEMS)
-        .map(|index| generate::valid((1 << 32) + file * ITEMS + index, false).module(&format!("m{index}")))
+        .map(|index| generate::valid((1 << 32) + file * ITEMS + index, true).module(&format!("m{index}")))
         .collect();
     let program = format!(
         "#![deny(warnings)]\n#![allow(dead_code, nonstandard_style, unused)]\n\n\

@@ -24,11 +24,10 @@ pub fn expand(module: &Module, krate: &Path) -> TokenStream {
                     fields.walk(field, &walker, quote!(&self.#member))
                 })
                 .collect();
-            (quote!(__fsdp::Tree::Fields(Self::FIELDS)), quote!(#(#statements)*))
+            let tree = fields.written.is_empty().then(|| quote!(EMPTY));
+            (tree, quote!(#(#statements)*))
         }
-        Body::Enum(variants) if variants.is_empty() => {
-            (quote!(__fsdp::Tree::Fields(Self::FIELDS)), quote!(match *self {}))
-        }
+        Body::Enum(variants) if variants.is_empty() => (Some(quote!(EMPTY)), quote!(match *self {})),
         Body::Enum(variants) => {
             let arms = variants.iter().map(|variant| {
                 let ident = &variant.ident;
@@ -37,19 +36,21 @@ pub fn expand(module: &Module, krate: &Path) -> TokenStream {
                 quote!(Self::#ident { #(#bindings,)* .. } => { #walker.variant(#name); #(#statements)* })
             });
             let arms = arms.collect::<Vec<_>>();
-            (quote!(__fsdp::Tree::ENUM), quote!(match self { #(#arms)* }))
+            (Some(quote!(ENUM)), quote!(match self { #(#arms)* }))
         }
     };
     let written = &fields.written;
     let described =
         (!written.is_empty()).then(|| quote!(const FIELDS: &'static [__fsdp::Field] = &[#(#written,)*];));
+    // A struct's tree is that of its fields: the trait says so.
+    let tree = tree.map(|tree| quote!(const TREE: __fsdp::Tree = __fsdp::Tree::#tree;));
     let (check_here, check_in_walk) = tp_size(module);
     Impl {
         ident: &module.ident,
         generics: &module.generics,
         krate,
         where_clause: bound::where_clause(module, &quote!(__fsdp::FsdpUnit)).to_token_stream(),
-        constants: quote!(#described const TREE: __fsdp::Tree = #tree;),
+        constants: quote!(#described #tree),
         walker: if fields.use_walker() { quote!(#walker) } else { quote!(_) },
         body: quote!(#check_in_walk #body),
         beside: check_here,
@@ -64,7 +65,9 @@ pub fn stub(input: &DeriveInput, krate: &Path) -> TokenStream {
         generics: &input.generics,
         krate,
         where_clause: input.generics.where_clause.to_token_stream(),
-        constants: TokenStream::new(),
+        constants: quote!(
+            const TREE: __fsdp::Tree = __fsdp::Tree::EMPTY;
+        ),
         walker: quote!(_),
         body: TokenStream::new(),
         beside: TokenStream::new(),

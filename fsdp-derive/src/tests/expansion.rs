@@ -123,6 +123,7 @@ fn a_stub_follows_the_errors() {
             use ::fsdp::__private as __fsdp;
             #[automatically_derived]
             impl<T> __fsdp::FsdpUnit for Both<T> where T: Copy, {
+                const TREE: __fsdp::Tree = __fsdp::Tree::EMPTY;
                 fn walk<'walk>(&'walk self, _: &mut __fsdp::Walker<'_, 'walk>) {}
             }
         };

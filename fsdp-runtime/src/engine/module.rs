@@ -30,7 +30,7 @@ pub trait FsdpUnit {
 
     /// What the type tells about the parameters; [`StaticLayout`](crate::layout::StaticLayout) is computed
     /// from it.
-    const TREE: Tree = Tree::Unknown("its walk was written by hand");
+    const TREE: Tree = Tree::of(Self::FIELDS);
 
     /// Tells `walker` about every parameter, buffer and nested module, in declaration order.
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>);

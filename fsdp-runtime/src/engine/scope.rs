@@ -1,8 +1,8 @@
 //! The token that proves a unit is unsharded.
 
-use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -31,7 +31,7 @@ pub(crate) struct Frame {
     /// What random numbers depend on.
     pub random: RandomKey,
     /// Streams drawn from, and units called, so far.
-    pub draws: Cell<u64>,
+    pub draws: AtomicU64,
     /// Parameters of enclosing units that were read: their gradients appear in this unit's graph.
     pub borrowed: Mutex<Vec<Param>>,
 }
@@ -43,9 +43,7 @@ impl Frame {
 
     /// What the random numbers of the next thing that this forward does depend on.
     pub(crate) fn next_random(&self) -> RandomKey {
-        let draw = self.draws.get();
-        self.draws.set(draw + 1);
-        self.random.of(draw)
+        self.random.of(self.draws.fetch_add(1, Ordering::Relaxed))
     }
 }
 

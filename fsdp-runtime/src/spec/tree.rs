@@ -27,6 +27,12 @@ impl Tree {
     /// No parameters.
     pub const EMPTY: Tree = Tree::Fields(&[]);
 
+    /// The tree of a struct with these fields. One without any is taken for a module whose walk was written by
+    /// hand: a derived one says [`Tree::EMPTY`].
+    pub const fn of(fields: &'static [Field]) -> Tree {
+        if fields.is_empty() { Tree::Unknown("its walk was written by hand") } else { Tree::Fields(fields) }
+    }
+
     /// An enum of alternative modules.
     pub const ENUM: Tree = Tree::Unknown("an enum may be any of its variants");
 }
