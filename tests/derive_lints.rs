@@ -68,6 +68,23 @@ pub struct Other<T>(
 
 const N: usize = 2;
 
+/// A check that is written beside the impl, and one that is written in the walk.
+#[derive(FsdpUnit)]
+#[fsdp(tp_size = 2, rename_all = "camelCase")]
+pub struct Cut<'a> {
+    #[fsdp(shape = [4], tp = column)]
+    whole_weight: Param,
+    name: &'a str,
+}
+
+/// The same of a generic struct.
+#[derive(FsdpUnit)]
+#[fsdp(tp_size = 2)]
+pub struct CutGeneric<const N: usize> {
+    #[fsdp(shape = [N, 2], tp = row)]
+    weight: Param,
+}
+
 /// Nothing in it.
 #[derive(FsdpUnit)]
 pub struct Empty;
@@ -98,5 +115,9 @@ fn strict_modules_are_usable() {
     assert_eq!((fields(&model), fields(&choices)), (5, 0));
     let other = Other(None, vec![Param::new((2, 4))], || (), Empty);
     assert_eq!((fields(&other), fields(&other.3)), (3, 0));
+    let cut = Cut { whole_weight: Param::new(4), name: "cut" };
+    let generic = CutGeneric::<3> { weight: Param::new((3, 2)) };
+    assert_eq!((fields(&cut), fields(&generic), cut.name), (1, 1, "cut"));
+    assert_eq!((cut.whole_weight.numel(), generic.weight.numel()), (4, 6));
     assert_eq!((model.name, model.label.as_str(), model.window), ("name", "", None));
 }
