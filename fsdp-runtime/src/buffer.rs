@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::device::Slice;
 use crate::layout::BucketLayout;
 use crate::memory::{Account, Category};
-use crate::spec::{Dtype, Strategy};
+use crate::spec::{Dtype, MixedPrecision, Strategy};
 
 /// Which rank a buffer is of, and what is shared among the ranks.
 #[derive(Clone, Copy, Debug)]
@@ -64,13 +64,19 @@ pub struct GroupBuffers {
     /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is
     /// frozen.
     pub main_weight: Option<DataParallelBuffer>,
-    /// Reduced gradients, FP32; `None` if frozen, or held only while they are used.
+    /// Reduced gradients, in the dtype the precision has for them; `None` if frozen, or held only while they are used.
     pub main_grad: Option<DataParallelBuffer>,
 }
 
 impl GroupBuffers {
-    /// Allocates what the strategy asks for, main gradients if `keep_grads`; all zeros.
-    pub fn allocate(account: &Account, layout: BucketLayout, placement: Placement, keep_grads: bool) -> Self {
+    /// Allocates what the strategy and the precision ask for, main gradients if `keep_grads`; all zeros.
+    pub fn allocate(
+        account: &Account,
+        layout: BucketLayout,
+        placement: Placement,
+        precision: &MixedPrecision,
+        keep_grads: bool,
+    ) -> Self {
         let Placement { strategy, rank, outer_rank } = placement;
         let (dtype, trainable) = (layout.key.dtype, layout.key.requires_grad);
         let shard = layout.shard_range(rank);
@@ -86,10 +92,10 @@ impl GroupBuffers {
             shard: shard.clone(),
         };
         let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()));
-        let main_weight = (trainable && dtype != Dtype::F32)
+        let main_weight = (trainable && precision.main_weights && dtype != Dtype::F32)
             .then(|| allocate(Category::MainWeights, Dtype::F32, owned.clone()));
         let main_grad = (trainable && keep_grads)
-            .then(|| allocate(Category::MainGrads, Dtype::F32, sharded(strategy.shards_grads())));
+            .then(|| allocate(Category::MainGrads, precision.main_grads, sharded(strategy.shards_grads())));
         GroupBuffers { layout, shard, owned, model_weight, main_weight, main_grad }
     }
 

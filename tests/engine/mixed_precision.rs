@@ -228,7 +228,84 @@ fn inputs_and_outputs_of_units_are_cast_as_the_policy_says() {
 fn a_policy_says_what_it_is() {
     assert_eq!(
         MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F16 }.to_string(),
-        "weights f16 on the wire and in compute, unreduced gradients bf16, sums and main gradients f32, main weights \
-         f32, inputs of units as they come, outputs of units as computed"
+        "weights f16 on the wire and in compute, main weights f32, unreduced gradients bf16, main gradients f32, \
+         inputs of units as they come, outputs of units as computed"
     );
+}
+
+#[test]
+fn without_main_weights_the_optimizer_rounds_each_step() {
+    for strategy in Strategy::ALL {
+        for main_weights in [true, false] {
+            on_ranks(2, |world| {
+                let precision = MixedPrecision { main_weights, ..MixedPrecision::BF16 };
+                let config = FsdpConfig { precision, ..config(strategy) };
+                let model = Dots { units: vec![Dot::with(5, 1.0)] };
+                let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                // 1 - 2^-9 is no bf16, but half of them is: 1 is the even neighbour.
+                for _ in 0..2 {
+                    let loss: Tensor = model.forward(&vec![full(5, 2f32.powi(-9))])?;
+                    model.backward(&loss)?;
+                    optimizer.step(&mut model)?;
+                }
+                let expected = if main_weights { 1.0 - 2f32.powi(-8) } else { 1.0 };
+                assert_eq!(weights(&model)?, named(&[("units.0.w", &[expected; 5])]), "{strategy}");
+                for report in model.memory(0) {
+                    if !report.usage.category.name().ends_with("pool") {
+                        assert_eq!(report.usage.current as u64, report.formula, "{strategy} {report:?}");
+                    }
+                }
+                let main = model.memory_plan().main_weights;
+                assert_eq!(main > 0, main_weights);
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn main_gradients_may_have_the_dtype_of_the_reduction() {
+    for strategy in Strategy::ALL {
+        for (outer, inner) in [(1, 2), (2, 1), (2, 2)] {
+            on_ranks(outer * inner, |world| {
+                let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                let precision =
+                    MixedPrecision { reduce: Dtype::BF16, main_grads: Dtype::BF16, ..MixedPrecision::F32 };
+                let config = FsdpConfig { precision, ..config(strategy) };
+                let model = Dots { units: vec![Dot::zeros(40)] };
+                let mut model = model.fully_shard_with(&mesh, &config)?;
+                let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                for last in [false, true] {
+                    model.set_is_last_microbatch(last);
+                    // 256 + 1 rounds to 256.
+                    let x = if last { 1.0 } else { 256.0 };
+                    let loss: Tensor = model.forward(&vec![full(40, x)])?;
+                    model.backward(&loss)?;
+                }
+                assert_eq!(model.grad_norm()?, 256.0 * 40f64.sqrt());
+                assert_eq!(gradients(&model)?, named(&[("units.0.w", &[256.0; 40])]));
+                let norm = model.clip_grad_norm(40f64.sqrt())?;
+                assert_eq!(norm, 256.0 * 40f64.sqrt());
+                for report in model.memory(0) {
+                    assert!(report.usage.peak as u64 <= report.formula, "{strategy} {report:?}");
+                }
+                optimizer.step(&mut model)?;
+                let (_, values) = &weights(&model)?[0];
+                assert!(values.iter().all(|w| (w + 1.0).abs() < 1e-6), "{values:?}");
+                Ok(())
+            });
+        }
+    }
+    on_ranks(1, |world| {
+        let precision = MixedPrecision { main_grads: Dtype::F16, reduce: Dtype::BF16, ..MixedPrecision::F32 };
+        let config = FsdpConfig { precision, ..FsdpConfig::default() };
+        let model = Dots { units: vec![Dot::zeros(1)] };
+        let text = model.fully_shard_with(&world.data_parallel_mesh(), &config).unwrap_err().to_string();
+        assert!(
+            text.contains("f32 or in the dtype in which gradients are reduced, bf16, not in f16"),
+            "{text}"
+        );
+        Ok(())
+    });
 }

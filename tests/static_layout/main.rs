@@ -19,7 +19,12 @@ trait Model: FsdpUnit {
 /// Every figure of the type is that of the model, over the ranks, strategies and precisions.
 fn assert_figures_agree<M: Model>(tp: &[usize]) {
     let model = M::new();
-    let half = MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F16 };
+    let half = MixedPrecision {
+        reduce: Dtype::BF16,
+        main_grads: Dtype::BF16,
+        main_weights: false,
+        ..MixedPrecision::F16
+    };
     for &tp in tp {
         for ranks in RANKS {
             for precision in [MixedPrecision::F32, MixedPrecision::BF16, half] {
@@ -31,7 +36,7 @@ fn assert_figures_agree<M: Model>(tp: &[usize]) {
                     format!("{}, {ranks} ranks, tp {tp}, {precision:?}", std::any::type_name::<M>());
                 assert_layouts_agree(&fixed, &built, &context);
                 for strategy in Strategy::ALL {
-                    let plan = MemoryPlan::new(&built, strategy, precision.reduce);
+                    let plan = MemoryPlan::new(&built, strategy, &precision);
                     assert_eq!(fixed.memory(strategy), plan, "{context}, {strategy}");
                     let pools = plan.gather_pool + plan.reduce_pool;
                     assert_eq!(

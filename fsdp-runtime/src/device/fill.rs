@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{Element, Slice, Stream};
+use super::{Element, Slice, Stream, update_f32};
 use crate::comm::CommError;
 use crate::spec::Dtype;
 
@@ -45,21 +45,17 @@ fn fill_all<T: Element>(slice: &Slice, value: Fill, zero: T, poison: T) {
     unsafe { slice.as_mut_slice::<T>() }.fill(value);
 }
 
-/// Multiplies an f32 slice by `factor`, in stream order.
+/// Multiplies a slice by `factor`, in f32, in stream order.
 ///
 /// The caller's stream order must make the stream the only one that uses these elements.
 ///
 /// # Errors
 /// Those of [`Stream::submit`].
-///
-/// # Panics
-/// If the slice is not f32.
 pub fn scale(stream: &dyn Stream, slice: &Slice, factor: f32) -> Result<(), CommError> {
-    assert_eq!(slice.dtype(), Dtype::F32, "only f32 is scaled in place");
     let slice = slice.clone();
     stream.submit(Box::new(move || {
         // SAFETY: by the contract the stream that runs this is the only user of these elements.
-        unsafe { slice.as_mut_slice::<f32>() }.iter_mut().for_each(|value| *value *= factor);
+        unsafe { update_f32(&slice, |values| values.iter_mut().for_each(|value| *value *= factor)) };
         Ok(())
     }))
 }

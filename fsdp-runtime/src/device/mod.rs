@@ -8,11 +8,13 @@
 mod buffer;
 pub mod cpu;
 mod fill;
+mod widen;
 
 use std::sync::Arc;
 
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
 pub use fill::{Fill, cast, fill, scale};
+pub use widen::{read_f32, update_f32};
 
 use crate::comm::CommError;
 

@@ -176,7 +176,7 @@ mod tests {
         figures.collect()
     }
 
-    fn assert_same(fixed: &StaticLayout, built: &ModelLayout, wire: Dtype, context: &str) {
+    fn assert_same(fixed: &StaticLayout, built: &ModelLayout, precision: &MixedPrecision, context: &str) {
         let of_built = |unit: &UnitLayout| -> Figures {
             let buckets = unit.buckets.iter().map(|&bucket| &built.buckets[bucket]);
             let figures = buckets.map(|bucket| {
@@ -194,7 +194,7 @@ mod tests {
         theirs.sort();
         assert_eq!(ours, theirs, "{context}");
         for strategy in Strategy::ALL {
-            assert_eq!(fixed.memory(strategy), MemoryPlan::new(built, strategy, wire), "{context}");
+            assert_eq!(fixed.memory(strategy), MemoryPlan::new(built, strategy, precision), "{context}");
         }
     }
 
@@ -231,7 +231,7 @@ mod tests {
             let context = format!("seed {seed}: {tree:#?}");
             match (built, fixed) {
                 (Ok(built), Ok(fixed)) => {
-                    assert_same(&fixed, &built, precision.reduce, &context);
+                    assert_same(&fixed, &built, &precision, &context);
                     laid_out += 1;
                 }
                 (Err(_), Err(_)) => refused += 1,

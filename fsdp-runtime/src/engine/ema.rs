@@ -2,6 +2,7 @@
 
 use super::core::Engine;
 use super::fsdp::Fsdp;
+use crate::buffer::GroupBuffers;
 use crate::comm::Phase;
 use crate::device::Slice;
 use crate::error::{Error, Result};
@@ -55,6 +56,15 @@ impl<M> Fsdp<M> {
             return Err(Error::Config(message));
         }
         let engine = self.engine();
+        let narrow = |group: &&GroupBuffers| {
+            group.layout.key.requires_grad && group.optimizer_weight().data().dtype() != Dtype::F32
+        };
+        if engine.groups.iter().any(|group| narrow(&group)) {
+            return Err(Error::Config(
+                "an average of 16-bit weights needs their main weights: set `MixedPrecision::main_weights`"
+                    .into(),
+            ));
+        }
         engine.settle()?;
         let mut shards = Vec::with_capacity(engine.groups.len());
         for weights in engine.averaged_weights() {

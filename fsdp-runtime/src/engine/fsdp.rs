@@ -11,6 +11,7 @@ use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::scope::Frame;
 use crate::comm::{HostOp, Phase};
+use crate::device::read_f32;
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::optim::{clip_scale, squared_norm};
@@ -305,7 +306,7 @@ impl<M> Fsdp<M> {
                 if let Some(grads) = &group.main_grad {
                     let shard = if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() };
                     // SAFETY: all reductions are done, and only this thread uses main gradients now.
-                    sum[0] += squared_norm(unsafe { shard.as_slice::<f32>() });
+                    sum[0] += unsafe { read_f32(&shard, squared_norm) };
                 }
             }
         }

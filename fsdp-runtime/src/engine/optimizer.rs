@@ -8,7 +8,7 @@ use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::param_groups::ParamGroups;
 use crate::comm::Phase;
-use crate::device::Slice;
+use crate::device::{Slice, read_f32, update_f32};
 use crate::error::{Error, Result};
 use crate::memory::Category;
 use crate::optim::{Optimizer, ParamGroup, Segment, StepInfo};
@@ -258,18 +258,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             let held = *state..*state + range.len();
             let states: Vec<Slice> =
                 self.states[bucket].iter().map(|state| state.range(held.clone())).collect();
-            let mut segment = Segment {
-                // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
-                // gradients and states are different buffers.
-                weights: unsafe { part.as_mut_slice::<f32>() },
-                // SAFETY: as above.
-                grads: unsafe { grad.as_slice::<f32>() },
-                // SAFETY: as above.
-                states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
-                decay: !engine.layout.params[*param].no_decay,
-                overrides: *self.groups.of(*param).overrides(),
+            let decay = !engine.layout.params[*param].no_decay;
+            let overrides = *self.groups.of(*param).overrides();
+            let update = |weights: &mut [f32], grads: &[f32]| {
+                // SAFETY: as below.
+                let states = states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect();
+                self.rule.update(at, &mut Segment { weights, grads, states, decay, overrides });
             };
-            self.rule.update(at, &mut segment);
+            // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
+            // gradients and states are different buffers.
+            unsafe { update_f32(&part, |weights| read_f32(&grad, |grads| update(weights, grads))) };
         }
     }
 }

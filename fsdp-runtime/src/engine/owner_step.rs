@@ -4,7 +4,7 @@ use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::optimizer::{DueStep, ShardedOptimizer, StateLayout};
 use super::param_groups::ParamGroups;
-use crate::buffer::GroupBuffers;
+use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::Phase;
 use crate::device::{Slice, cast};
 use crate::error::{Error, Result};
@@ -202,13 +202,24 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
         let Some(main_grad) = &bucket.main_grad else { return Ok(()) };
         let compute = &*engine.streams.compute;
         let sharded = engine.strategy.shards_optim() || bucket.layout.outer > 1;
-        let (weights, grads) = if sharded {
-            let tag = engine.tag(engine.unit_path(bucket.layout.key.unit), Phase::Optimizer);
-            let gather = |buffer| engine.gather_whole(bucket, buffer, &tag, Some(Category::OwnerStep));
-            (gather(bucket.optimizer_weight())?, gather(main_grad)?)
-        } else {
-            (bucket.optimizer_weight().data().clone(), main_grad.data().clone())
+        let tag = engine.tag(engine.unit_path(bucket.layout.key.unit), Phase::Optimizer);
+        let category = Some(Category::OwnerStep);
+        // The whole in f32, and whether it is a copy.
+        let whole = |buffer: &DataParallelBuffer| -> Result<(Slice, bool)> {
+            let whole = if sharded {
+                engine.gather_whole(bucket, buffer, &tag, category)?
+            } else {
+                buffer.data().clone()
+            };
+            if whole.dtype() == Dtype::F32 {
+                return Ok((whole, sharded));
+            }
+            let wide = engine.account.allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size);
+            cast(compute, &whole, &wide)?;
+            Ok((wide, true))
         };
+        let (weights, copied) = whole(bucket.optimizer_weight())?;
+        let (grads, _) = whole(main_grad)?;
         compute.record().synchronize()?;
         for item in owned {
             if self.owners[item.param] == Some(engine.comm.rank()) {
@@ -222,7 +233,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             let tag = engine.tag(&spec.name, Phase::Optimizer);
             engine.comm.broadcast(compute, tag, weights.range(item.range()), owner)?;
         }
-        if sharded {
+        if copied {
             let own = bucket.owned.clone();
             for item in owned {
                 let part = item.start.max(own.start)..(item.start + item.len).min(own.end);

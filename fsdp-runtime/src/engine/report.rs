@@ -73,16 +73,17 @@ impl<M> Fsdp<M> {
     /// main gradients are those of one unit, the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
-        let (layout, strategy, wire) = (&engine.layout, engine.strategy, engine.config.precision.reduce);
+        let (layout, strategy, precision) = (&engine.layout, engine.strategy, &engine.config.precision);
         let mut plan =
-            MemoryPlan::new(layout, strategy, wire).with_reshard(layout, strategy, &engine.reshard);
+            MemoryPlan::new(layout, strategy, precision).with_reshard(layout, strategy, &engine.reshard);
         if engine.config.step_in_backward {
             let trainable = |&&group: &&usize| engine.groups[group].layout.key.requires_grad;
-            let shard = |&group: &usize| 4 * engine.groups[group].layout.shard_len() as u64;
+            let size = precision.main_grads.size();
+            let shard = |&group: &usize| (size * engine.groups[group].layout.shard_len()) as u64;
             let unit = |unit: &super::core::UnitInfo| unit.groups.iter().filter(trainable).map(shard).sum();
             plan.main_grads = engine.units.iter().map(unit).max().unwrap_or(0);
         }
-        if engine.state.lock().kept_gradients { plan.with_no_sync(layout, strategy, wire) } else { plan }
+        if engine.state.lock().kept_gradients { plan.with_no_sync(layout, strategy, precision) } else { plan }
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers

@@ -23,7 +23,7 @@ use crate::pipeline::{
     AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
     Reshard, Streams,
 };
-use crate::spec::{Dtype, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
+use crate::spec::{Dtype, MixedPrecision, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 /// Sharding of a whole model. Implemented for every [`FsdpUnit`].
@@ -88,6 +88,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let name = name.rsplit("::").next().unwrap_or(name);
     check_mesh(mesh)?;
     check_step_in_backward(config, mesh.topology())?;
+    check_precision(config)?;
     let comm = mesh.communicator().duplicate(name);
     let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
@@ -106,7 +107,8 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
     };
     let allocate = |bucket: &BucketLayout| {
-        GroupBuffers::allocate(&account, bucket.clone(), placement, !config.step_in_backward)
+        let keep_grads = !config.step_in_backward;
+        GroupBuffers::allocate(&account, bucket.clone(), placement, &config.precision, keep_grads)
     };
     let parts = Parts {
         id,
@@ -171,6 +173,16 @@ const SHARD_DIMS: [MeshDim; 2] = [MeshDim::DpShard, MeshDim::Cp];
 
 fn shard_ranks(mesh: &Topology) -> usize {
     SHARD_DIMS.into_iter().map(|dim| mesh.size(dim)).product()
+}
+
+fn check_precision(config: &FsdpConfig) -> Result<()> {
+    let MixedPrecision { reduce, main_grads, .. } = config.precision;
+    if main_grads == Dtype::F32 || main_grads == reduce {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "main gradients are kept in f32 or in the dtype in which gradients are reduced, {reduce}, not in {main_grads}"
+    )))
 }
 
 /// The configured strategy, or `NoShard` where one rank holds all shards. Steps in the backward need gradients
@@ -330,6 +342,7 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
         ReduceOptions {
             strategy: parts.strategy,
             wire: config.precision.reduce,
+            main: config.precision.main_grads,
             scale: match config.scaling {
                 GradientScaling::Mean => (1.0 / parts.comm.size() as f64) as f32,
                 GradientScaling::Sum | GradientScaling::PerToken => 1.0,
@@ -358,6 +371,7 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         format!("reshard after forward {:?}", config.reshard_after_forward),
         format!("{:?} alignment", config.alignment),
         format!("reduce dtype {}", precision.reduce),
+        format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
         format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
         format!("{:?} scaling", config.scaling),
         format!("prefetch {}", config.prefetch),

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{BucketLayout, ModelLayout};
-use crate::spec::{Dtype, ReshardAfterForward, Strategy};
+use crate::spec::{Dtype, MixedPrecision, ReshardAfterForward, Strategy};
 
 /// Bytes per rank: persistent buffers by category, exact, and upper bounds of the pools of whole buffers.
 ///
@@ -12,10 +12,10 @@ use crate::spec::{Dtype, ReshardAfterForward, Strategy};
 pub struct MemoryPlan {
     /// Model weights in their own dtype: the shard where the strategy shards parameters, else whole.
     pub model_weights: u64,
-    /// f32 copies of trainable 16-bit weights that the optimizer updates: the shard, or whole with `NoShard`; the
+    /// f32 copies of trainable 16-bit weights that the optimizer updates, if they are kept: the shard, or whole with `NoShard`; the
     /// part of it that the outer rank updates where those share it.
     pub main_weights: u64,
-    /// f32 gradients of trainable weights: the shard where the strategy shards gradients, else whole.
+    /// Reduced gradients of trainable weights, in the precision's dtype for them: the shard where the strategy shards gradients, else whole.
     pub main_grads: u64,
     /// *One* f32 state buffer of the optimizer: of as many elements as it updates. AdamW has two of them.
     pub optimizer_state: u64,
@@ -28,8 +28,8 @@ pub struct MemoryPlan {
 }
 
 /// Unreduced gradients are in buckets of their own, not in the main gradients.
-pub(super) const fn needs_wire_buckets(strategy: Strategy, wire: Dtype) -> bool {
-    strategy.shards_grads() || !matches!(wire, Dtype::F32)
+pub(super) const fn needs_wire_buckets(strategy: Strategy, precision: &MixedPrecision) -> bool {
+    strategy.shards_grads() || precision.reduce as u8 != precision.main_grads as u8
 }
 
 /// Units of one shape class whose whole buffers exist at a time: one in use, one in flight.
@@ -123,45 +123,57 @@ impl MemoryPlan {
 
     /// The same with microbatches whose gradients are not reduced (`no_sync`): those of every unit are held whole.
     #[must_use]
-    pub fn with_no_sync(self, layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
+    pub fn with_no_sync(
+        self,
+        layout: &ModelLayout,
+        strategy: Strategy,
+        precision: &MixedPrecision,
+    ) -> MemoryPlan {
         if !strategy.shards_grads() {
             return self;
         }
-        let buckets = layout.buckets.iter().map(|bucket| BucketExtent::of(bucket).unreduced_bytes(wire));
+        let buckets =
+            layout.buckets.iter().map(|bucket| BucketExtent::of(bucket).unreduced_bytes(precision.reduce));
         MemoryPlan { reduce_pool: buckets.sum(), ..self }
     }
 
-    /// Plans `layout` under `strategy`, gradients being reduced in `wire`.
-    pub fn new(layout: &ModelLayout, strategy: Strategy, wire: Dtype) -> MemoryPlan {
+    /// Plans `layout` under `strategy` with these dtypes (those of the weights are the layout's).
+    pub fn new(layout: &ModelLayout, strategy: Strategy, precision: &MixedPrecision) -> MemoryPlan {
         let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
-            plan.add(&BucketExtent::of(bucket), strategy, 1);
+            plan.add(&BucketExtent::of(bucket), strategy, precision, 1);
         }
         if strategy.shards_params() {
             plan.gather_pool = pool_bound(layout, |_| false, |_| true, BucketExtent::gathered_bytes);
         }
-        if needs_wire_buckets(strategy, wire) {
+        if needs_wire_buckets(strategy, precision) {
             plan.reduce_pool = pool_bound(
                 layout,
                 |_| false,
                 |bucket| bucket.requires_grad,
-                |bucket| bucket.unreduced_bytes(wire),
+                |bucket| bucket.unreduced_bytes(precision.reduce),
             );
         }
         plan
     }
 
     /// Adds what stays of `times` such buckets. A sum of more than 2^64 bytes stays there.
-    pub(super) const fn add(&mut self, bucket: &BucketExtent, strategy: Strategy, times: u64) {
+    pub(super) const fn add(
+        &mut self,
+        bucket: &BucketExtent,
+        strategy: Strategy,
+        precision: &MixedPrecision,
+        times: u64,
+    ) {
         let weights = bucket.elements(strategy.shards_params()) * bucket.dtype.size() as u64;
         self.model_weights = self.model_weights.saturating_add(weights.saturating_mul(times));
         if bucket.requires_grad {
             let state = (bucket.owned(strategy) * 4).saturating_mul(times);
             self.optimizer_state = self.optimizer_state.saturating_add(state);
-            if !matches!(bucket.dtype, Dtype::F32) {
+            if precision.main_weights && !matches!(bucket.dtype, Dtype::F32) {
                 self.main_weights = self.main_weights.saturating_add(state);
             }
-            let grads = bucket.elements(strategy.shards_grads()) * 4;
+            let grads = bucket.elements(strategy.shards_grads()) * precision.main_grads.size() as u64;
             self.main_grads = self.main_grads.saturating_add(grads.saturating_mul(times));
         }
     }
@@ -235,7 +247,7 @@ mod tests {
     #[test]
     fn bf16_by_strategy() {
         let layout = layout(Dtype::BF16, 2);
-        let plan = |strategy| MemoryPlan::new(&layout, strategy, Dtype::F32);
+        let plan = |strategy| MemoryPlan::new(&layout, strategy, &MixedPrecision::F32);
         let whole = MemoryPlan {
             model_weights: 2 * (TRAINABLE + FROZEN),
             main_weights: 4 * TRAINABLE,
@@ -265,7 +277,10 @@ mod tests {
 
     #[test]
     fn f32_weights_are_their_own_main_weights() {
-        let plan = MemoryPlan::new(&layout(Dtype::F32, 4), Strategy::OptimGradsParams, Dtype::BF16);
+        let plan = {
+            let precision = MixedPrecision { reduce: Dtype::BF16, ..MixedPrecision::F32 };
+            MemoryPlan::new(&layout(Dtype::F32, 4), Strategy::OptimGradsParams, &precision)
+        };
         assert_eq!(plan.main_weights, 0);
         assert_eq!(plan.model_weights, TRAINABLE + FROZEN);
         assert_eq!(plan.reduce_pool, 2 * (128 + 2 * 256 + 512));

@@ -33,6 +33,8 @@ pub(crate) struct ReduceOptions {
     pub strategy: Strategy,
     /// Dtype of the buckets that travel.
     pub wire: Dtype,
+    /// Dtype of the main gradients.
+    pub main: Dtype,
     /// Factor of each reduced contribution.
     pub scale: f32,
     /// Buckets a class.
@@ -126,7 +128,7 @@ impl GradReducePipeline {
                 }
             })
             .collect();
-        let needs_buckets = options.strategy.shards_grads() || options.wire != Dtype::F32;
+        let needs_buckets = options.strategy.shards_grads() || options.wire != options.main;
         let shapes = units.iter().map(|unit| {
             let shape = |&group: &usize| (options.wire, groups[group].layout.size);
             if needs_buckets { unit.groups.iter().map(shape).collect() } else { Vec::new() }
@@ -219,7 +221,8 @@ impl GradReducePipeline {
                     Some(main_grad) => main_grad.shard(),
                     None if add => return Err(self.reduced_twice(unit)),
                     None => {
-                        let recv = self.account.allocate(Category::MainGrads, Dtype::F32, layout.shard_len());
+                        let recv =
+                            self.account.allocate(Category::MainGrads, self.options.main, layout.shard_len());
                         passing.push((target.group, recv.clone()));
                         recv
                     }
@@ -412,7 +415,7 @@ impl GradReducePipeline {
             return Ok(());
         }
         let whole: Vec<_> = unit_groups.iter().map(|&group| main_grad(groups, group)).collect();
-        let narrow = self.options.wire != Dtype::F32;
+        let narrow = self.options.wire != self.options.main;
         let (slot, wire) = if narrow { self.take_buckets(unit)? } else { (None, Vec::new()) };
         for (grads, bucket) in whole.iter().zip(&wire) {
             cast(&*self.streams.compute, grads.data(), bucket)?;

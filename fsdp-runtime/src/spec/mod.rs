@@ -221,8 +221,8 @@ impl std::str::FromStr for OuterStrategy {
 
 /// Dtypes of a training run. Printing one says what each is.
 ///
-/// What is not here is FP32 always: sums over ranks, main gradients and their accumulation over microbatches, main
-/// weights of 16-bit parameters, and the optimizer's state.
+/// What is not here is FP32 always: sums over ranks, each formed before it is rounded to where it is stored, and the
+/// optimizer's state.
 ///
 /// ```
 /// use fsdp_runtime::MixedPrecision;
@@ -231,8 +231,8 @@ impl std::str::FromStr for OuterStrategy {
 /// let precision = MixedPrecision { output: Some(Dtype::F32), cast_inputs: true, ..MixedPrecision::BF16 };
 /// assert_eq!(
 ///     precision.to_string(),
-///     "weights bf16 on the wire and in compute, unreduced gradients f32, sums and main gradients f32, main weights \
-///      f32, inputs of units cast to their weights' dtype, outputs of units cast to f32"
+///     "weights bf16 on the wire and in compute, main weights f32, unreduced gradients f32, main gradients f32, \
+///      inputs of units cast to their weights' dtype, outputs of units cast to f32"
 /// );
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +242,11 @@ pub struct MixedPrecision {
     pub param: Dtype,
     /// Dtype in which unreduced gradients are held and travel. Sums are formed in FP32 whatever it is.
     pub reduce: Dtype,
+    /// Keep FP32 main weights of 16-bit parameters, which the optimizer updates. Without them it updates the 16-bit
+    /// weights: each step is rounded, which saves 4 bytes a parameter and loses small steps.
+    pub main_weights: bool,
+    /// Dtype in which reduced gradients are kept and accumulated over microbatches: FP32, or that of `reduce`.
+    pub main_grads: Dtype,
     /// Cast what goes into a unit to the dtype of the unit's (first) weights. Integers are left alone, and so is a
     /// unit's context.
     pub cast_inputs: bool,
@@ -259,8 +264,14 @@ impl Default for MixedPrecision {
 
 impl MixedPrecision {
     /// All FP32.
-    pub const F32: MixedPrecision =
-        MixedPrecision { param: Dtype::F32, reduce: Dtype::F32, cast_inputs: false, output: None };
+    pub const F32: MixedPrecision = MixedPrecision {
+        param: Dtype::F32,
+        reduce: Dtype::F32,
+        main_weights: true,
+        main_grads: Dtype::F32,
+        cast_inputs: false,
+        output: None,
+    };
 
     /// bfloat16 weights, FP32 reduction, FP32 main weights and gradients.
     pub const BF16: MixedPrecision = MixedPrecision { param: Dtype::BF16, ..MixedPrecision::F32 };
@@ -272,9 +283,10 @@ impl MixedPrecision {
 
 impl std::fmt::Display for MixedPrecision {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let MixedPrecision { param, reduce, cast_inputs, output } = self;
-        write!(f, "weights {param} on the wire and in compute, unreduced gradients {reduce}, ")?;
-        write!(f, "sums and main gradients f32, main weights f32, ")?;
+        let MixedPrecision { param, reduce, main_weights, main_grads, cast_inputs, output } = self;
+        let main = if *main_weights { "main weights f32" } else { "no main weights" };
+        write!(f, "weights {param} on the wire and in compute, {main}, ")?;
+        write!(f, "unreduced gradients {reduce}, main gradients {main_grads}, ")?;
         let inputs = if *cast_inputs { "cast to their weights' dtype" } else { "as they come" };
         write!(f, "inputs of units {inputs}, outputs of units ")?;
         match output {

@@ -384,16 +384,16 @@ impl StaticLayout {
     /// What a rank will hold under `strategy`.
     pub const fn memory(&self, strategy: Strategy) -> MemoryPlan {
         let mut plan = MemoryPlan::NONE;
-        plan.add_unit(self.root(), strategy);
+        plan.add_unit(self.root(), strategy, &self.options.precision);
         let mut kind = 0;
         while kind < self.kinds_len {
-            plan.add_unit(self.kind(kind), strategy);
+            plan.add_unit(self.kind(kind), strategy, &self.options.precision);
             kind += 1;
         }
         if strategy.shards_params() {
             plan.gather_pool = self.pool_bound(Pool::Gather);
         }
-        if needs_wire_buckets(strategy, self.options.precision.reduce) {
+        if needs_wire_buckets(strategy, &self.options.precision) {
             plan.reduce_pool = self.pool_bound(Pool::Reduce(self.options.precision.reduce));
         }
         plan
@@ -427,10 +427,10 @@ impl StaticLayout {
 }
 
 impl MemoryPlan {
-    const fn add_unit(&mut self, unit: StaticUnit<'_>, strategy: Strategy) {
+    const fn add_unit(&mut self, unit: StaticUnit<'_>, strategy: Strategy, precision: &MixedPrecision) {
         let mut i = 0;
         while i < unit.buckets.len() {
-            self.add(&unit.buckets[i].extent(), strategy, unit.count as u64);
+            self.add(&unit.buckets[i].extent(), strategy, precision, unit.count as u64);
             i += 1;
         }
     }
