@@ -85,6 +85,16 @@ struct ShardingOptions {
     /// What is sharded: no-shard, optim, optim-grads or optim-grads-params
     #[arg(long, default_value_t)]
     strategy: Strategy,
+    /// Replicas of the sharded model (hybrid sharding): the ranks of each share its shards
+    #[arg(long, value_name = "REPLICAS", default_value_t = 1)]
+    outer_ranks: usize,
+    /// What the replicas share besides: no-shard, or optim to cut the optimizer state further
+    #[arg(long, default_value_t)]
+    outer_strategy: OuterStrategy,
+    /// What becomes of a block's gathered weights until its backward: always and never give them up, or keep one
+    /// part in so many on each rank
+    #[arg(long, value_name = "always|never|RANKS", default_value = "always", value_parser = reshard)]
+    reshard_after_forward: ReshardAfterForward,
     /// Where shard boundaries may fall
     #[arg(long, value_enum, default_value_t)]
     alignment: Alignment,
@@ -94,7 +104,7 @@ struct ShardingOptions {
     /// Allocate gathered weights and unreduced gradients as needed instead of keeping two buffers of each
     #[arg(long)]
     no_double_buffer: bool,
-    /// Dtype of weights and activations: f32 or bf16
+    /// Dtype of weights and activations: f32, bf16, or f16 with a scaled loss
     #[arg(long, default_value_t = Dtype::F32)]
     param_dtype: Dtype,
     /// Dtype in which gradients travel: f32, bf16 or f16
@@ -254,6 +264,7 @@ fn run(options: Options) -> Result<()> {
     let options = TrainOptions {
         fsdp: fsdp_config(&sharding, &training, files.trace.is_some() || files.trace_plot.is_some()),
         microbatches: training.microbatches,
+        outer_ranks: sharding.outer_ranks,
         lr: training.lr,
         warmup: training.warmup,
         weight_decay: training.weight_decay,
@@ -289,7 +300,12 @@ fn run(options: Options) -> Result<()> {
         let mut model = shard(&world, &options, weights.as_ref())?;
         if world.rank() == 0 {
             let (strategy, tokens) = (model.strategy(), data.rows() * data.seq());
-            println!("{ranks} ranks, strategy {strategy}, {} tokens a step", quantity::count(tokens as u64));
+            let mesh = match options.outer_ranks {
+                1 => format!("{ranks} ranks"),
+                outer => format!("{outer} replicas of {} ranks", ranks / outer),
+            };
+            println!("{mesh}, strategy {strategy}, {} tokens a step", quantity::count(tokens as u64));
+            println!("{}", options.fsdp.precision);
             println!("\n{}", report::units(&model));
         }
         train(&world, &mut model, &options, &*data, &outputs)
@@ -362,9 +378,22 @@ fn open_data(vocab: usize, training: &TrainingOptions, files: &Files) -> Result<
     Ok(Box::new(TextDataset::open(&text, options)?))
 }
 
+fn reshard(text: &str) -> std::result::Result<ReshardAfterForward, String> {
+    match text {
+        "always" => Ok(ReshardAfterForward::Always),
+        "never" => Ok(ReshardAfterForward::Never),
+        ranks => match ranks.parse() {
+            Ok(ranks) if ranks > 0 => Ok(ReshardAfterForward::Ranks(ranks)),
+            _ => Err("expected always, never, or a number of ranks".into()),
+        },
+    }
+}
+
 fn fsdp_config(sharding: &ShardingOptions, training: &TrainingOptions, trace: bool) -> FsdpConfig {
     FsdpConfig {
         strategy: sharding.strategy,
+        outer: sharding.outer_strategy,
+        reshard_after_forward: sharding.reshard_after_forward,
         alignment: match sharding.alignment {
             Alignment::Element => ShardAlignment::Element,
             Alignment::Row => ShardAlignment::Row,

@@ -172,6 +172,28 @@ fn saved_weights_are_where_training_goes_on() {
 }
 
 #[test]
+fn replicas_and_half_precision_train_to_about_the_same_losses() {
+    let place = Place::new();
+    let losses = |name: &str, options: &[&str]| -> Vec<f64> {
+        let output = place.train(&[&["--metrics", name][..], options].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        place.metrics(name).0.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+    };
+    let plain = losses("plain", &["--ranks", "4"]);
+    let replicas = ["--ranks", "4", "--outer-ranks", "2", "--outer-strategy", "optim"];
+    let half = ["--ranks", "4", "--outer-ranks", "2", "--param-dtype", "f16", "--reshard-after-forward", "2"];
+    for (name, options, tolerance) in [("replicas", &replicas[..], 1e-5), ("half", &half[..], 0.05)] {
+        for (ours, theirs) in losses(name, options).into_iter().zip(&plain) {
+            assert!((ours - theirs).abs() < tolerance, "{name}: {ours} {theirs}");
+        }
+    }
+    let message = place.refusal(&["--ranks", "4", "--outer-ranks", "3"]);
+    assert!(message.contains("4 ranks cannot be 3 replicas"), "{message}");
+    let message = place.refusal(&["--reshard-after-forward", "sometimes"]);
+    assert!(message.contains("expected always, never, or a number of ranks"), "{message}");
+}
+
+#[test]
 fn an_unknown_strategy_is_answered_with_the_known_ones() {
     let message = Place::new().refusal(&["--strategy", "zero3"]);
     let expected = "unknown strategy `zero3`: expected no-shard, optim, optim-grads or optim-grads-params";

@@ -1,8 +1,7 @@
 //! What a training run is told.
 
+use fsdp::FsdpConfig;
 use fsdp::optim::{AdamW, CosineSchedule, Optimizer};
-use fsdp::spec::Dtype;
-use fsdp::{FsdpConfig, MixedPrecision};
 
 use crate::config::LlamaConfig;
 use crate::data::{Batches, Part};
@@ -14,6 +13,8 @@ pub struct TrainOptions {
     pub model: LlamaConfig,
     /// How it is sharded, its dtypes, and the seed of its weights.
     pub fsdp: FsdpConfig,
+    /// Replicas of the sharded model: the size of `dp_outer`, a divisor of the number of ranks.
+    pub outer_ranks: usize,
     /// Optimizer steps.
     pub steps: usize,
     /// Forwards and backwards of each rank in one step.
@@ -36,6 +37,7 @@ impl TrainOptions {
         TrainOptions {
             model,
             fsdp: FsdpConfig::default(),
+            outer_ranks: 1,
             steps,
             microbatches: 1,
             lr: 1e-3,
@@ -67,8 +69,13 @@ impl TrainOptions {
     /// The first rule that is broken, with its numbers.
     pub fn validate(&self, ranks: usize, data: &dyn Batches) -> crate::Result<()> {
         self.model.validate()?;
-        for (option, value) in [("steps", self.steps), ("ranks", ranks), ("microbatches", self.microbatches)]
-        {
+        let positive = [
+            ("steps", self.steps),
+            ("ranks", ranks),
+            ("microbatches", self.microbatches),
+            ("outer ranks", self.outer_ranks),
+        ];
+        for (option, value) in positive {
             if value == 0 {
                 return Err(TrainError::Zero { option }.into());
             }
@@ -76,9 +83,9 @@ impl TrainOptions {
         if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.0) {
             return Err(TrainError::Clip { clip }.into());
         }
-        let MixedPrecision { param, .. } = self.fsdp.precision;
-        if param == Dtype::F16 {
-            return Err(TrainError::UnscaledF16.into());
+        let outer_ranks = self.outer_ranks;
+        if !ranks.is_multiple_of(outer_ranks) {
+            return Err(TrainError::OuterRanks { ranks, outer_ranks }.into());
         }
         self.optimizer().validate().map_err(fsdp::Error::from)?;
         if let Some(schedule) = self.schedule() {
@@ -109,11 +116,16 @@ pub enum TrainError {
         /// The limit.
         clip: f64,
     },
-    /// The parameters would be f16.
+    /// The ranks cannot be arranged in so many replicas.
     #[error(
-        "parameters in f16 need loss scaling, which the trainer does not have: use bf16, or f32 as the dtype of parameters"
+        "{ranks} ranks cannot be {outer_ranks} replicas of a sharded model: {outer_ranks} does not divide {ranks}"
     )]
-    UnscaledF16,
+    OuterRanks {
+        /// Number of ranks.
+        ranks: usize,
+        /// Replicas.
+        outer_ranks: usize,
+    },
     /// The data's sequences are longer than the model's.
     #[error("a sequence of {seq} tokens is too long for a model of max_position_embeddings {positions}")]
     SequenceTooLong {

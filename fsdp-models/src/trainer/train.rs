@@ -7,7 +7,8 @@ use candle_core::{Device, Tensor};
 use fsdp::comm::{HostOp, Phase, Tag};
 use fsdp::engine::{MemoryReport, TrafficReport};
 use fsdp::launch::World;
-use fsdp::optim::Optimizer;
+use fsdp::optim::{LossScaler, Optimizer};
+use fsdp::spec::Dtype;
 use fsdp::trace::Span;
 use fsdp::{Fsdp, FullyShard};
 
@@ -50,7 +51,7 @@ pub struct TrainSummary {
     pub spans: Vec<Span>,
 }
 
-/// Builds the model and shards it over all ranks, with its initial weights or, where given, those of a file.
+/// Builds the model and shards it over all ranks, in as many replicas as the options say, with its initial weights or, where given, those of a file.
 /// Every rank must call it.
 ///
 /// # Errors
@@ -61,7 +62,10 @@ pub fn shard(
     weights: Option<&TensorFile>,
 ) -> crate::Result<Fsdp<Llama>> {
     let model = Llama::new(&options.model)?;
-    let model = model.fully_shard_with(&world.data_parallel_mesh(), &options.fsdp)?;
+    let outer = options.outer_ranks;
+    let mesh =
+        world.mesh(&[("dp_outer", outer), ("dp_shard", world.size() / outer)]).map_err(fsdp::Error::from)?;
+    let model = model.fully_shard_with(&mesh, &options.fsdp)?;
     if let Some(file) = weights {
         model.load_weights(|spec, elements, values| {
             let read = file.read_range_f32(&spec.name, elements.start, values);
@@ -88,6 +92,7 @@ pub fn train(
 ) -> crate::Result<TrainSummary> {
     let microbatches = options.microbatches;
     let mut optimizer = model.optimizer(options.optimizer())?;
+    let mut scaler = (options.fsdp.precision.param == Dtype::F16).then(LossScaler::default);
     let mut times = StepTimes::new(data.rows() * data.seq());
     let mut steps = Vec::with_capacity(options.steps);
 
@@ -106,8 +111,11 @@ pub fn train(
             model.set_is_last_microbatch(microbatch + 1 == microbatches);
             let loss: Tensor = model.forward(&batch)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
-            let scaled = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
-            model.backward(&scaled)?;
+            let mut part = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
+            if let Some(scaler) = &scaler {
+                part = scaler.scale(&part)?;
+            }
+            model.backward(&part)?;
         }
 
         let loss = mean_over_ranks(world, step, loss_sum / microbatches as f64)?;
@@ -118,14 +126,23 @@ pub fn train(
         if let Some(file) = outputs.gradients.as_ref().filter(|_| step == 0) {
             save(world, file, |visit| model.visit_gradients(visit))?;
         }
+        if let Some(scaler) = &scaler {
+            scaler.unscale(model)?;
+        }
         let grad_norm = match options.clip {
             Some(max_norm) => model.clip_grad_norm(max_norm)?,
             None => model.grad_norm()?,
         };
-        if !grad_norm.is_finite() {
-            return Err(TrainError::GradNormNotFinite { step, loss, norm: grad_norm }.into());
+        match &mut scaler {
+            // A step whose gradients overflow is skipped, with a smaller scale from then on.
+            Some(scaler) => {
+                scaler.step(&mut optimizer, model)?;
+            }
+            None if !grad_norm.is_finite() => {
+                return Err(TrainError::GradNormNotFinite { step, loss, norm: grad_norm }.into());
+            }
+            None => optimizer.step(model)?,
         }
-        optimizer.step(model)?;
 
         let step_ms = start.elapsed().as_secs_f64() * 1e3;
         let tokens_per_s = times.record(step_ms);
