@@ -390,6 +390,7 @@ impl Engine {
                 )));
             }
             state.training = TrainingState::Backward;
+            *self.failure.lock() = None;
             // A clipping factor is that of the gradients it was computed from.
             state.grad_scale = 1.0;
             state.gather.backward_order.begin();

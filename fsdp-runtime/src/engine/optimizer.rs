@@ -71,7 +71,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// # Errors
     /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the ranks'
-    /// rules or learning rates differ, and those of the reductions; with `strict_gradients`, in
+    /// rules or their settings differ, and those of the reductions; with `strict_gradients`, in
     /// the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
@@ -81,8 +81,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.rule.validate()?;
         engine.finish_grad_sync()?;
         if self.steps == 0 {
-            let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-            engine.agree("optimizer", Phase::Optimizer, &[rule])?;
+            engine.agree("optimizer", Phase::Optimizer, &[self.rule.describe()])?;
             engine.report_missing_gradients()?;
         }
         self.steps += 1;

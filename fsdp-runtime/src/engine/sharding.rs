@@ -330,7 +330,7 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         Err(error) => return vec![error.to_string()],
     };
     let mut lines = vec![format!(
-        "configuration: strategy {}, outer strategy {}, reshard after forward {:?}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, seed {}",
+        "configuration: strategy {}, outer strategy {}, reshard after forward {:?}, {:?} alignment, reduce dtype {}, {:?} scaling, prefetch {}, gather budget {:?}, double buffer {}, {:?} recomputation, seed {}",
         config.strategy,
         config.outer,
         config.reshard_after_forward,
@@ -338,10 +338,18 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         config.precision.reduce,
         config.scaling,
         config.prefetch,
+        config.gather_budget,
+        config.double_buffer,
+        config.recompute,
         config.seed
     )];
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());
+    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
+        let recompute = cell.recompute().unwrap_or(config.recompute);
+        format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
+    }));
     let starts = layout.params.iter().zip(&collected.inits);
     lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
     lines
