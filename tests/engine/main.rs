@@ -9,6 +9,7 @@ mod failures;
 mod fixtures;
 mod frozen_and_unused;
 mod full_params;
+mod hangs;
 mod hsdp;
 mod layout_and_padding;
 mod memory;
