@@ -19,4 +19,5 @@ mod overlap;
 mod recompute;
 mod resharding;
 mod scaling;
+mod shaken;
 mod tied;
