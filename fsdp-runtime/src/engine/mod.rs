@@ -1,5 +1,6 @@
 //! Modules, units and the training-state machine.
 
+mod buffers;
 mod collect;
 mod config;
 mod constant;

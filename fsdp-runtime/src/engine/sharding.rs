@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::buffers;
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
 use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
@@ -31,7 +32,7 @@ pub trait FullyShard: FsdpUnit + Sized {
     ///
     /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter,
     /// filled with its initial values; no rank ever holds more than its shard and, while it runs, the units
-    /// in use.
+    /// in use. Buffers are whole on every rank and start as rank 0 has them.
     ///
     /// # Errors
     /// If the ranks' models differ (naming the first parameter that does), a tie cannot be resolved, or the
@@ -90,6 +91,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
+    buffers::broadcast(model, &*comm)?;
     let slots = slots(&collected, &layout)?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
@@ -184,7 +186,9 @@ fn agree_on_layout<'a, M: FsdpUnit>(
 ) -> Result<(Collected<'a>, ModelLayout)> {
     let agreed = lay_out(model, mesh, config);
     let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
-    compare(comm, tag, &fingerprint(config, agreed.as_ref()))?;
+    let mut lines = fingerprint(config, agreed.as_ref());
+    lines.extend(buffers::fingerprint(model));
+    compare(comm, tag, &lines)?;
     agreed
 }
 

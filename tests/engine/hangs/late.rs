@@ -31,6 +31,19 @@ fn late_in_forward() {
 }
 
 #[test]
+fn late_before_a_gather_that_nothing_has_started_ahead() {
+    let ends = in_time(2, |world| {
+        let config = FsdpConfig { prefetch: 0, ..config(Strategy::default()) };
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config)?;
+        training.step(&Plan::with(world.rank() == 1, Place::Forward, Mishap::Sleep))?;
+        training.go_on()
+    });
+    // Operation, unit, phase, step, bytes, who is there and who is not.
+    let parts = ["in all-gather of unit `layers.3` (forward, step 2, 256 B)", "arrived: [0], missing: [1]"];
+    ends.every_rank_says(&parts);
+}
+
+#[test]
 fn late_before_the_backward() {
     misses(&["of unit `layers.", "backward"], |late, training| {
         let loss = training.model.forward(&Plan::default())?;
