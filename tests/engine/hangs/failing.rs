@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use candle_core::Tensor;
 use fsdp::engine::Access;
 use fsdp::launch::{Launcher, World};
 use fsdp::optim::{OptimError, Optimizer, Segment, StepInfo};
 use fsdp::prelude::*;
 
-use super::{LONG, Mishap, Place, Plan, Training, at_once, launch, layers};
+use super::{Fate, LONG, Mishap, Place, Plan, Training, Trap, at_once, launch, layers};
 use crate::fixtures::config;
 
 fn train(world: &World, recompute: Recompute, place: Place, mishap: Mishap) -> fsdp::Result<()> {
@@ -35,6 +36,19 @@ fn an_error_in_forward() {
 #[test]
 fn an_error_in_backward() {
     errs(Recompute::None, Place::Backward, "backward");
+}
+
+#[test]
+fn an_error_in_the_backward_of_what_is_in_no_unit() {
+    let ends = at_once(3, |world| {
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let mishap = (world.rank() == 1).then_some((Place::Backward, Mishap::Error));
+        let loss: Tensor = training.model.forward(&Plan::default())?;
+        let loss = loss.apply_op1(Trap(Fate { mishap, ..Fate::default() }))?;
+        training.model.backward(&loss)?;
+        training.go_on()
+    });
+    ends.every_rank_says(&["rank 1, unit `(root)`, backward, step 2: bang"]);
 }
 
 #[test]
@@ -185,7 +199,7 @@ fn a_training_loop_that_returns_between_forward_and_backward() {
     let ends = at_once(3, |world| {
         let mut training = Training::begun(&world.data_parallel_mesh(), &config(Strategy::default()))?;
         if world.rank() == 1 {
-            let _loss = training.model.forward::<_, candle_core::Tensor>(&Plan::default())?;
+            let _loss = training.model.forward::<_, Tensor>(&Plan::default())?;
             return Ok(());
         }
         training.go_on()
