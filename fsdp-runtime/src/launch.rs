@@ -167,6 +167,7 @@ pub struct Launcher {
     timeout: Option<Duration>,
     stack_size: usize,
     trace: Option<bool>,
+    shake: Option<u64>,
 }
 
 impl Default for Launcher {
@@ -178,7 +179,7 @@ impl Default for Launcher {
 impl Launcher {
     /// One rank; a time-out of 300 seconds, or of `FSDP_TIMEOUT_SECS` where that is set; a stack of 256 MiB.
     pub fn new() -> Launcher {
-        Launcher { ranks: 1, timeout: None, stack_size: 256 << 20, trace: None }
+        Launcher { ranks: 1, timeout: None, stack_size: 256 << 20, trace: None, shake: None }
     }
 
     /// Number of ranks.
@@ -209,6 +210,14 @@ impl Launcher {
     #[must_use]
     pub fn trace(mut self, trace: bool) -> Launcher {
         self.trace = Some(trace);
+        self
+    }
+
+    /// For tests: short random delays of this seed around every collective, on one rank or on all, as the seed has
+    /// it. They change the schedule; what is computed must stay the same to the bit.
+    #[must_use]
+    pub fn shake(mut self, seed: u64) -> Launcher {
+        self.shake = Some(seed);
         self
     }
 
@@ -263,6 +272,7 @@ impl Launcher {
         };
         options.timeout = self.timeout.unwrap_or(options.timeout);
         options.trace = self.trace.unwrap_or(options.trace);
+        options.shake = self.shake;
         Ok(options)
     }
 

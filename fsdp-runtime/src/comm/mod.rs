@@ -36,14 +36,14 @@ impl std::fmt::Display for Phase {
     }
 }
 
-/// What a collective is for. Ranks compare tags (step excepted) before any byte moves.
+/// What a collective is for. Ranks compare tags before any byte moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tag {
     /// Path of the unit, or the name of what is exchanged ("gradient norm").
     pub unit: Arc<str>,
     /// Part of the step.
     pub phase: Phase,
-    /// Optimizer step, from 0; for messages.
+    /// Optimizer step, from 0.
     pub step: u64,
 }
 

@@ -433,6 +433,7 @@ impl Engine {
                 )));
             }
             state.training = TrainingState::Backward;
+            *self.failure.lock() = None;
             // A clipping factor is that of the gradients it was computed from.
             state.forget_factors();
             state.gather.backward_order.begin();

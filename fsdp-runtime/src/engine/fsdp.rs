@@ -195,7 +195,10 @@ impl<M> Fsdp<M> {
         let engine = &self.engine;
         let start = trace::now();
         if loss.track_op() {
-            let mut grads = loss.backward().map_err(|error| engine.explain(error))?;
+            let mut grads = loss.backward().map_err(|error| {
+                let error = engine.note_unit_failure(ROOT, Phase::Backward, error);
+                engine.explain(error)
+            })?;
             engine.collect_gradients(ROOT, &[], &mut grads)?;
         }
         engine.tracer.compute("model backward", &engine.units[ROOT].path, start);
@@ -295,10 +298,12 @@ impl<M> Fsdp<M> {
     fn main_grad_norm(&self) -> Result<f64> {
         let engine = &self.engine;
         let mut sum = [0.0];
-        // Outer ranks that share nothing have the same gradients.
+        // Outer ranks that share nothing have the same gradients: the first ones bring them, and all take part, so
+        // that no replica clips alone.
         let cut_by_outer = engine.layout.buckets.iter().any(|bucket| bucket.outer > 1);
+        let counts = cut_by_outer || engine.outer_comm.rank() == 0;
         for unit in 0..engine.units.len() {
-            if !engine.state.lock().reduce.has_gradient(unit) {
+            if !counts || !engine.state.lock().reduce.has_gradient(unit) {
                 continue;
             }
             for &group in &engine.units[unit].groups {
@@ -310,8 +315,7 @@ impl<M> Fsdp<M> {
                 }
             }
         }
-        let comm = if cut_by_outer { &engine.comm } else { &engine.shard_comm };
-        comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
+        engine.comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
         Ok(sum[0].sqrt())
     }
 

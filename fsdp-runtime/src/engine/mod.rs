@@ -1,6 +1,7 @@
 //! Modules, units and the training-state machine.
 
 mod backward_step;
+mod buffers;
 mod collect;
 mod config;
 mod constant;

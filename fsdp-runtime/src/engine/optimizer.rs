@@ -168,7 +168,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// # Errors
     /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the
-    /// ranks' rules, learning rates or parameter groups differ, and those of the reductions; with
+    /// ranks' rules, their settings or parameter groups differ, and those of the reductions; with
     /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
@@ -204,10 +204,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(self.rule.validate()?)
     }
 
-    /// Makes sure that all ranks have the same rule, learning rate and parameter groups.
+    /// Makes sure that all ranks have the same rule, settings and parameter groups.
     pub(crate) fn agree(&self, engine: &Engine, more: impl FnOnce(Vec<String>) -> Vec<String>) -> Result<()> {
-        let rule = format!("optimizer {}, learning rate {}", self.rule.name(), self.rule.learning_rate());
-        let lines = std::iter::once(rule).chain(self.groups.fingerprint()).collect();
+        let lines = std::iter::once(self.rule.describe()).chain(self.groups.fingerprint()).collect();
         engine.agree("optimizer", Phase::Optimizer, &more(lines))
     }
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::backward_step::check_strategy;
+use super::buffers;
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
 use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
@@ -32,7 +33,7 @@ pub trait FullyShard: FsdpUnit + Sized {
     ///
     /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter,
     /// filled with its initial values; no rank ever holds more than its shard and, while it runs, the units
-    /// in use.
+    /// in use. Buffers are whole on every rank and start as rank 0 has them.
     ///
     /// # Errors
     /// If the ranks' models differ (naming the first parameter that does), a tie cannot be resolved, or the
@@ -93,6 +94,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
+    buffers::broadcast(model, &*comm)?;
     let slots = slots(&collected, &layout)?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
@@ -217,7 +219,9 @@ fn agree_on_layout<'a, M: FsdpUnit>(
 ) -> Result<(Collected<'a>, ModelLayout)> {
     let agreed = lay_out(model, mesh, config);
     let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
-    compare(comm, tag, &fingerprint(config, agreed.as_ref()))?;
+    let mut lines = fingerprint(config, agreed.as_ref());
+    lines.extend(buffers::fingerprint(model));
+    compare(comm, tag, &lines)?;
     agreed
 }
 
@@ -374,15 +378,21 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
         format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
         format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
         format!("{:?} scaling", config.scaling),
-        format!("prefetch {}", config.prefetch),
+        format!("prefetch {}, gather budget {:?}", config.prefetch, config.gather_budget),
+        format!("double buffer {}", config.double_buffer),
+        format!("{:?} recomputation", config.recompute),
         format!("seed {}", config.seed),
         format!("step in backward {}", config.step_in_backward),
     ];
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
-    let own = modes.filter(|(_, mode)| *mode != config.reshard_after_forward);
-    lines.extend(own.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
+    lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     lines.extend(layout.fingerprint());
+    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
+        let recompute = cell.recompute().unwrap_or(config.recompute);
+        format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
+    }));
     let starts = layout.params.iter().zip(&collected.inits);
     lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
     lines

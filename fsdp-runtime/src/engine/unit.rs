@@ -52,6 +52,11 @@ impl UnitCell {
         self.reshard
     }
 
+    /// What the unit says of recomputation.
+    pub(crate) fn recompute(&self) -> Option<Recompute> {
+        self.recompute
+    }
+
     /// Ties the unit to its engine; false if it has one already.
     pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> bool {
         let storage = Storage::Cpu(CpuStorage::F32(vec![0.0]));
@@ -399,13 +404,13 @@ where
         };
         engine.open_gradients(run.unit).map_err(|error| fail(error.into()))?;
         let start = trace::now();
-        let input_grad = if graph.output.track_op() {
+        let inner = || {
             let mut grads = seed(&graph.output, grad)?.backward()?;
             engine.collect_gradients(run.unit, &graph.borrowed, &mut grads)?;
-            match &graph.input {
-                Some(leaf) => grads.remove(leaf).map(|grad| grad.detach()),
-                None => None,
-            }
+            Ok(graph.input.as_ref().and_then(|leaf| grads.remove(leaf)).map(|grad| grad.detach()))
+        };
+        let input_grad = if graph.output.track_op() {
+            inner().map_err(|error| engine.note_unit_failure(run.unit, Phase::Backward, error))?
         } else {
             None
         };

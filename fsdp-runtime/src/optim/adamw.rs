@@ -59,6 +59,13 @@ impl Optimizer for AdamW {
         "adamw"
     }
 
+    fn describe(&self) -> String {
+        let AdamW { lr, beta1, beta2, eps, weight_decay } = self;
+        format!(
+            "optimizer adamw, learning rate {lr}, betas {beta1} and {beta2}, eps {eps}, weight decay {weight_decay}"
+        )
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

@@ -76,6 +76,11 @@ pub trait Optimizer: Send {
     /// Sets the learning rate of the next step.
     fn set_learning_rate(&mut self, lr: f64);
 
+    /// The rule with its settings, which ranks compare before the first step.
+    fn describe(&self) -> String {
+        format!("optimizer {}, learning rate {}", self.name(), self.learning_rate())
+    }
+
     /// Checks the settings.
     ///
     /// # Errors

@@ -54,6 +54,13 @@ impl Optimizer for Sgd {
         "sgd"
     }
 
+    fn describe(&self) -> String {
+        let Sgd { lr, momentum, nesterov, weight_decay } = self;
+        format!(
+            "optimizer sgd, learning rate {lr}, momentum {momentum}, nesterov {nesterov}, weight decay {weight_decay}"
+        )
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
     }

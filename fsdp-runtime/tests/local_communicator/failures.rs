@@ -153,8 +153,13 @@ fn every_disagreement_of_a_reduction_is_found() {
 }
 
 #[test]
-fn steps_are_for_messages_only() {
-    local(2, |world| world.communicator().host_barrier(tag("u", world.rank() as u64))).unwrap();
+fn ranks_in_different_steps_are_told_apart() {
+    let (errors, _) = fails(2, |world| world.communicator().host_barrier(tag("u", world.rank() as u64)));
+    all_same(
+        &errors,
+        "collective #1 of channel `world` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank 1 in \
+         host-barrier of `u` (forward, step 1, 0 B)",
+    );
 }
 
 #[test]
@@ -265,7 +270,7 @@ fn a_time_out_says_who_is_missing_and_where_it_was() {
     all_same(
         &errors,
         "timed out after 200ms in all-gather of unit `blocks.1` (forward, step 2, 48 B), collective #2 of channel \
-         `gather`; arrived: [0, 2], missing: [1]; rank 1 was last seen: channel `world`: nothing yet; channel `gather`: \
+         `gather`; arrived: [0, 2], missing: [1]; rank 1 was last seen: channel `gather`: \
          #1 all-gather of unit `blocks.0` (forward, step 2, 48 B), done",
     );
     let LaunchError::Ranks { others, .. } = &launch else { panic!("{launch}") };

@@ -90,7 +90,7 @@ fn groups_that_overlap_fail_every_rank() {
         })
         .unwrap_err()
         .to_string();
-    assert!(error.contains("duplicate #1 of channel `world` differs: it is both of ranks ["), "{error}");
+    assert!(error.contains("duplicate #1 of channel `world` differs: `pair` is both of ranks ["), "{error}");
     for rank in 0..3 {
         assert!(error.contains(&format!("rank {rank}")), "{error}");
     }

@@ -196,13 +196,13 @@ impl Call {
         format!("{op} of {what}`{}` ({}, step {}, {bytes} B)", tag.unit, tag.phase, tag.step)
     }
 
-    /// Whether two ranks do the same. Steps may differ: they are for messages.
+    /// Whether two ranks do the same, in the same optimizer step: a rank that has skipped one has other weights.
     pub(super) fn agrees_with(&self, other: &Call) -> bool {
         self.same_name(other) && self.parts == other.parts
     }
 
     fn same_name(&self, other: &Call) -> bool {
-        self.op == other.op && self.tag.unit == other.tag.unit && self.tag.phase == other.tag.phase
+        self.op == other.op && self.tag == other.tag
     }
 
     /// Words for a disagreement: `rank 0 is in .., rank 1 in ..`.

@@ -7,6 +7,7 @@
 mod call;
 mod reduce;
 mod rendezvous;
+mod shake;
 mod world;
 
 use std::sync::Arc;
@@ -15,6 +16,7 @@ pub use self::world::{LocalOptions, LocalWorld};
 
 use self::call::Call;
 use self::rendezvous::{Endpoint, Meeting, Payload};
+use self::shake::Place;
 use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
 use crate::spec::Dtype;
@@ -48,7 +50,9 @@ impl LocalComm {
         let ticket = self.endpoint.ticket(call);
         stream.submit(Box::new(move || {
             let mut meeting = ticket.meet(payload)?;
+            endpoint.shake(Place::Work);
             work(&mut meeting);
+            endpoint.shake(Place::Departure);
             drop(meeting);
             endpoint.count(op, from_peers);
             Ok(())

@@ -18,6 +18,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, MutexGuard};
 
 use super::call::{Call, Op};
+use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::device::Slice;
@@ -47,7 +48,7 @@ pub(super) struct Endpoint {
     /// This rank's index in the channel.
     pub(super) index: usize,
     changed: Arc<Condvar>,
-    called: AtomicU64,
+    pub(super) called: AtomicU64,
 }
 
 impl Endpoint {
@@ -65,6 +66,7 @@ impl Endpoint {
 
     /// Takes the next place in the order of this rank's calls.
     pub(super) fn ticket(self: &Arc<Self>, call: Call) -> Ticket {
+        self.shake(Place::Call);
         let number = self.called.fetch_add(1, Ordering::Relaxed);
         Ticket { endpoint: self.clone(), number, call: Some(call) }
     }
@@ -98,6 +100,7 @@ impl Ticket {
         };
         let Endpoint { world, channel, rank, members, index, changed, .. } = &*endpoint;
         let (channel, rank, index, number) = (*channel, *rank, *index, self.number + 1);
+        endpoint.shake(Place::Arrival);
         let deadline = Instant::now().checked_add(world.options.timeout);
         let mut state = world.state.lock();
 
@@ -199,12 +202,11 @@ fn timed_out(endpoint: &Endpoint, state: &State, number: u64) -> String {
     let arrivals = &state.channels[*channel];
     let (arrived, missing) = (arrivals.ranks(true), arrivals.ranks(false));
     let call = arrivals.arrived[*index].as_ref().map(|arrival| arrival.call.to_string()).unwrap_or_default();
-    let seen: Vec<String> = missing.iter().map(|rank| state.last_seen_everywhere(*rank)).collect();
     format!(
         "timed out after {:?} in {call}, {}; arrived: {arrived:?}, missing: {missing:?}; {}",
         world.options.timeout,
         state.name(*channel, number),
-        seen.join("; "),
+        state.whereabouts(*channel, missing.clone()).join("; "),
     )
 }
 

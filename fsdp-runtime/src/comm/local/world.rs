@@ -20,12 +20,15 @@ pub struct LocalOptions {
     pub timeout: Duration,
     /// Whether error messages carry the last collectives of every rank.
     pub trace: bool,
+    /// For tests: the seed of short random delays around collectives, on one rank or on all. What ranks compute
+    /// must not depend on them.
+    pub shake: Option<u64>,
 }
 
 impl Default for LocalOptions {
-    /// 300 seconds, no trace.
+    /// 300 seconds, no trace, no delays.
     fn default() -> Self {
-        LocalOptions { timeout: Duration::from_secs(300), trace: false }
+        LocalOptions { timeout: Duration::from_secs(300), trace: false, shake: None }
     }
 }
 
@@ -246,21 +249,46 @@ impl State {
         }
     }
 
-    /// Where a rank was last seen on every channel.
+    /// Where a rank was last seen on every channel that it has used.
     pub(super) fn last_seen_everywhere(&self, rank: usize) -> String {
-        let mut text = format!("rank {rank} was last seen");
-        let channels = self.channels.iter().filter_map(|channel| Some((channel, channel.index(rank)?)));
-        for (i, (channel, index)) in channels.enumerate() {
-            let separator = if i == 0 { ": " } else { "; " };
-            let _ = match &channel.last_seen[index] {
-                Some(seen) => write!(text, "{separator}channel `{}`: {seen}", channel.name),
-                None => write!(text, "{separator}channel `{}`: nothing yet", channel.name),
-            };
-        }
+        let seen = |channel: &'_ Channel| {
+            let seen = channel.last_seen[channel.index(rank)?].as_ref()?;
+            Some(format!("channel `{}`: {seen}", channel.name))
+        };
+        let seen: Vec<String> = self.channels.iter().filter_map(seen).collect();
+        let mut text = if seen.is_empty() {
+            format!("rank {rank} was seen in no collective yet")
+        } else {
+            format!("rank {rank} was last seen: {}", seen.join("; "))
+        };
         if self.ranks[rank].ended {
             text += "; it has returned";
         }
         text
+    }
+
+    /// Where the ranks are that are `missing` on `channel`, and those that they wait for themselves, on other
+    /// channels: one of them, who waits nowhere, keeps all, or they wait for each other.
+    pub(super) fn whereabouts(&self, channel: usize, mut missing: Vec<usize>) -> Vec<String> {
+        let (mut told, mut texts) = (vec![channel], Vec::new());
+        let mut at = 0;
+        while let Some(&rank) = missing.get(at) {
+            at += 1;
+            texts.push(self.last_seen_everywhere(rank));
+            for (index, waits) in self.channels.iter().enumerate() {
+                let arrival = waits.index(rank).and_then(|member| waits.arrived[member].as_ref());
+                let Some(arrival) = arrival.filter(|_| !told.contains(&index)) else { continue };
+                told.push(index);
+                let absent = waits.ranks(false);
+                texts.push(format!(
+                    "rank {rank} itself waits in {}, channel `{}`, for {absent:?}",
+                    arrival.call, waits.name
+                ));
+                let new: Vec<usize> = absent.into_iter().filter(|rank| !missing.contains(rank)).collect();
+                missing.extend(new);
+            }
+        }
+        texts
     }
 
     fn append_trace(&self, message: &mut String) {
@@ -351,7 +379,9 @@ impl LocalWorld {
             }
             Some(known) if state.channels[known].members != members => {
                 let theirs = &state.channels[known].members;
-                Some(format!("it is both of ranks {theirs:?} and, says rank {rank}, of ranks {members:?}"))
+                Some(format!(
+                    "`{name}` is both of ranks {theirs:?} and, says rank {rank}, of ranks {members:?}"
+                ))
             }
             _ => None,
         };

@@ -1,0 +1,125 @@
+//! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0.
+
+use bytemuck::Pod;
+use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor};
+
+use super::module::{FsdpUnit, Tie, Visitor, Walker};
+use super::param::Param;
+use super::unit::UnitCell;
+use crate::comm::{Communicator, Phase, Tag};
+use crate::error::{Error, Result};
+use crate::spec::Attrs;
+
+/// The buffers of `model` with their names, in declaration order.
+fn collect<M: FsdpUnit>(model: &M) -> Vec<(String, &Tensor)> {
+    struct Buffers<'a>(Vec<(String, &'a Tensor)>);
+
+    impl<'a> Visitor<'a> for Buffers<'a> {
+        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: &'a Param) {}
+
+        fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
+
+        fn leave_unit(&mut self) {}
+
+        fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
+            self.0.push((name.into(), tensor));
+        }
+    }
+
+    let mut buffers = Buffers(Vec::new());
+    model.walk(&mut Walker::new(&mut buffers));
+    buffers.0
+}
+
+/// What the ranks compare of their buffers before any of their bytes meet.
+pub(crate) fn fingerprint<M: FsdpUnit>(model: &M) -> Vec<String> {
+    let describe = |(name, tensor): (String, &Tensor)| {
+        format!("buffer `{name}` {:?} {}", tensor.dims(), tensor.dtype().as_str())
+    };
+    collect(model).into_iter().map(describe).collect()
+}
+
+/// Overwrites the buffers of every rank, in place, by those of the first. A model without buffers sends nothing.
+///
+/// # Errors
+/// If a buffer is not on the CPU or of a dtype that has no whole bytes, naming it; those of the exchange.
+pub(crate) fn broadcast<M: FsdpUnit>(model: &M, comm: &dyn Communicator) -> Result<()> {
+    let buffers = collect(model);
+    if buffers.is_empty() || comm.size() == 1 {
+        return Ok(());
+    }
+    let fail = |name: &str, error: candle_core::Error| Error::Usage(format!("buffer `{name}`: {error}"));
+    let own = buffers.iter().map(|(name, tensor)| read(tensor).map_err(|error| fail(name, error)));
+    let own: Vec<Vec<u8>> = own.collect::<Result<_>>()?;
+    let tag = Tag { unit: "buffers".into(), phase: Phase::Setup, step: 0 };
+    let sent = if comm.rank() == 0 { own.concat() } else { Vec::new() };
+    let mut received = comm.host_gather(tag, sent)?.swap_remove(0).into_iter();
+    if comm.rank() == 0 {
+        return Ok(());
+    }
+    for ((name, tensor), own) in buffers.iter().zip(&own) {
+        let bytes: Vec<u8> = received.by_ref().take(own.len()).collect();
+        // What is the same already may be in use by others.
+        if bytes != *own {
+            tensor.inplace_op1(&Overwrite(bytes)).map_err(|error| fail(name, error))?;
+        }
+    }
+    Ok(())
+}
+
+/// `$body` with `$values` as the elements of a [`CpuStorage`].
+macro_rules! with_values {
+    ($storage:expr, $values:ident => $body:expr) => {
+        match $storage {
+            CpuStorage::U8($values) => $body,
+            CpuStorage::U32($values) => $body,
+            CpuStorage::I16($values) => $body,
+            CpuStorage::I32($values) => $body,
+            CpuStorage::I64($values) => $body,
+            CpuStorage::BF16($values) => $body,
+            CpuStorage::F16($values) => $body,
+            CpuStorage::F32($values) => $body,
+            CpuStorage::F64($values) => $body,
+            _ => candle_core::bail!("its dtype cannot be sent to other ranks"),
+        }
+    };
+}
+
+/// Where the elements are in the storage, in row-major order.
+fn indices(layout: &Layout) -> Vec<usize> {
+    let dims = layout.dims().iter().zip(layout.stride());
+    dims.fold(vec![layout.start_offset()], |starts, (&size, &stride)| {
+        starts.into_iter().flat_map(|start| (0..size).map(move |index| start + index * stride)).collect()
+    })
+}
+
+/// The elements in row-major order, whatever the strides.
+fn read(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
+    fn gather<T: Pod>(values: &[T], layout: &Layout) -> Vec<u8> {
+        let elements: Vec<T> = indices(layout).into_iter().map(|index| values[index]).collect();
+        bytemuck::cast_slice(&elements).to_vec()
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        candle_core::bail!("it is not on the CPU");
+    };
+    Ok(with_values!(storage, values => gather(values, layout)))
+}
+
+/// Writes these elements, in row-major order.
+struct Overwrite(Vec<u8>);
+
+impl InplaceOp1 for Overwrite {
+    fn name(&self) -> &'static str {
+        "fsdp-broadcast-buffer"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        fn scatter<T: Pod>(values: &mut [T], layout: &Layout, bytes: &[u8]) {
+            let elements = bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned);
+            indices(layout).into_iter().zip(elements).for_each(|(index, element)| values[index] = element);
+        }
+        with_values!(storage, values => scatter(values, layout, &self.0));
+        Ok(())
+    }
+}

@@ -1,0 +1,57 @@
+//! What the optimizer remembers, and the norm it is given, on any mesh.
+
+use candle_core::Tensor;
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, config, full, on_ranks, weights};
+
+#[test]
+fn moments_and_step_number_last_from_step_to_step() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let model = Dots { units: vec![Dot::zeros(4)] };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(AdamW::default().lr(1e-3).weight_decay(0.0))?;
+            let mut before = vec![0.0; 4];
+            for step in 0..6 {
+                before = weights(&model)?[0].1.clone();
+                let loss: Tensor = model.forward(&vec![full(4, if step < 5 { 4.0 } else { 1.0 })])?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            for (before, after) in before.iter().zip(&weights(&model)?[0].1) {
+                let update = f64::from(before - after);
+                // Without moments it would be 1e-3, without the step number 1.75e-3.
+                assert!((update / 9.146172e-4 - 1.0).abs() < 1e-5, "{strategy}: {update}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn the_norm_counts_each_element_once_on_any_mesh() {
+    for (outer, inner) in [(2, 2), (4, 1), (1, 4)] {
+        for strategy in Strategy::ALL {
+            for outer_strategy in [OuterStrategy::NoShard, OuterStrategy::Optim] {
+                if outer_strategy == OuterStrategy::Optim && strategy == Strategy::NoShard {
+                    continue;
+                }
+                on_ranks(4, |world| {
+                    let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                    let config = FsdpConfig { outer: outer_strategy, ..config(strategy) };
+                    let model = Dots { units: vec![Dot::zeros(9), Dot::zeros(1)] };
+                    let mut model = model.fully_shard_with(&mesh, &config)?;
+                    let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                    let loss: Tensor = model.forward(&vec![full(9, 1.0), full(1, 4.0)])?;
+                    model.backward(&loss)?;
+                    assert_eq!(model.clip_grad_norm(1.0)?, 5.0, "{outer} x {inner}, {strategy}");
+                    optimizer.step(&mut model)?;
+                    let bias = weights(&model)?[1].1[0];
+                    assert!((bias + 0.8).abs() < 1e-6, "{outer} x {inner}, {strategy}: {bias}");
+                    Ok(())
+                });
+            }
+        }
+    }
+}

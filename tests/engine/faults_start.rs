@@ -1,0 +1,167 @@
+//! How a model starts: on a mesh that fits, with the same values on every rank of it.
+
+use candle_core::{DType, Device, Result, Tensor};
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, config, dot, full, launcher, on_ranks, weights};
+
+#[test]
+fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
+    type Dims<'a> = &'a [(&'a str, usize)];
+    let cases: [(usize, Dims, &[&str]); 4] = [
+        (4, &[("dp_outer", 3), ("dp_shard", 2)], &["dp_outer=3", "dp_shard=2", "6 ranks", "has 4"]),
+        (6, &[("dp_shard", 4)], &["dp_shard=4", "4 ranks", "has 6"]),
+        (2, &[("dp_shard", 8)], &["dp_shard=8", "8 ranks", "has 2"]),
+        (1, &[("dp_outer", 2), ("dp_shard", 1)], &["dp_outer=2", "dp_shard=1", "2 ranks", "has 1"]),
+    ];
+    for (ranks, dims, parts) in cases {
+        on_ranks(ranks, |world| {
+            let error = world.mesh(dims).unwrap_err().to_string();
+            for part in parts {
+                assert!(error.contains(part), "{part} in {error}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_dim_of_size_one_changes_nothing_that_is_not_said() {
+    on_ranks(2, |world| {
+        for (dims, in_force) in [
+            ([("dp_outer", 1), ("dp_shard", 2)], Strategy::OptimGradsParams),
+            // One rank holds all shards: the strategy in force says so.
+            ([("dp_outer", 2), ("dp_shard", 1)], Strategy::NoShard),
+        ] {
+            let model = dot(3).fully_shard(&world.mesh(&dims)?)?;
+            assert_eq!(model.strategy(), in_force);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn every_replica_starts_as_one_process_does() {
+    let initial = |outer: usize, inner: usize| {
+        let all = on_ranks(outer * inner, |world| {
+            let normal = |n| Unit::new(Dot { w: Param::new(n) });
+            let model = Dots { units: vec![normal(5), normal(70)] };
+            let config = FsdpConfig { seed: 100, ..config(Strategy::default()) };
+            let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+            weights(&model.fully_shard_with(&mesh, &config)?)
+        });
+        assert!(all.iter().all(|weights| *weights == all[0]), "replicas differ");
+        all[0].clone()
+    };
+    assert_eq!(initial(2, 2), initial(1, 1));
+    assert_eq!(initial(4, 1), initial(1, 1));
+}
+
+#[test]
+fn another_seed_on_every_rank_is_refused_with_the_seeds() {
+    let error = launcher(4)
+        .run(|world| -> fsdp::Result<()> {
+            let mesh = world.mesh(&[("dp_outer", 2), ("dp_shard", 2)])?;
+            let config = FsdpConfig { seed: 100 + world.rank() as u64, ..FsdpConfig::default() };
+            dot(3).fully_shard_with(&mesh, &config).map(drop)
+        })
+        .unwrap_err()
+        .to_string();
+    for seed in 100..104 {
+        assert!(error.contains(&format!("seed {seed}")), "{seed} in {error}");
+    }
+    assert_eq!(error.matches("the ranks differ").count(), 4, "{error}");
+}
+
+#[derive(FsdpUnit)]
+struct Tables {
+    w: Param,
+    #[fsdp(buffer)]
+    table: Tensor,
+    #[fsdp(buffer)]
+    mask: Vec<Tensor>,
+}
+
+#[test]
+fn buffers_start_as_rank_0_has_them() {
+    for dims in [[("dp_outer", 2), ("dp_shard", 2)], [("dp_outer", 1), ("dp_shard", 4)]] {
+        on_ranks(4, |world| {
+            let first = world.rank() == 0;
+            let table = Tensor::new(&if first { [7f32, 8.0] } else { [-1.0, -1.0] }, &Device::Cpu)?;
+            let mask = Tensor::new(&if first { [[1u8, 2], [3, 4]] } else { [[0; 2]; 2] }, &Device::Cpu)?;
+            // A view: its elements are not in row-major order.
+            let mask = vec![mask.clone().t()?, table.to_dtype(DType::BF16)?];
+            let model = Tables { w: Param::new(3), table, mask }.fully_shard(&world.mesh(&dims)?)?;
+            assert_eq!(model.module().table.to_vec1::<f32>()?, [7.0, 8.0]);
+            assert_eq!(model.module().mask[0].to_vec2::<u8>()?, [[1, 3], [2, 4]]);
+            assert_eq!(model.module().mask[1].to_dtype(DType::F32)?.to_vec1::<f32>()?, [7.0, 8.0]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn buffers_of_another_shape_are_refused_by_name() {
+    on_ranks(2, |world| {
+        let table = full(2 + world.rank(), 1.0);
+        let model = Tables { w: Param::new(3), table, mask: Vec::new() };
+        let error = model.fully_shard(&world.data_parallel_mesh()).unwrap_err().to_string();
+        for part in ["`table`", "[2] f32", "[3] f32", "rank 0", "rank 1"] {
+            assert!(error.contains(part), "{part} in {error}");
+        }
+        Ok(())
+    });
+}
+
+/// Tied by attribute; in evaluation, the largest difference of the two views.
+#[derive(FsdpUnit)]
+struct Tied {
+    embed: Param,
+    #[fsdp(tie_with = "embed")]
+    head: Param,
+}
+
+impl Forward for Tied {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let (embed, head) = (self.embed.tensor(scope)?, self.head.tensor(scope)?);
+        if scope.is_training() {
+            // x embed headᵀ, so that both uses matter.
+            x.matmul(&embed)?.matmul(&head.t()?)?.tanh()?.sum_all()
+        } else {
+            (embed - head)?.abs()?.max_all()
+        }
+    }
+}
+
+#[test]
+fn a_tie_lasts_from_the_start_through_training() {
+    let train = |ranks, strategy| {
+        let all = on_ranks(ranks, |world| {
+            let tied = Tied { embed: Param::new((4, 2)), head: Param::new((4, 2)) };
+            let config = FsdpConfig { seed: 7, ..config(strategy) };
+            let mut model = tied.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(AdamW::default())?;
+            let x =
+                Tensor::from_iter((0..12).map(|i| i as f32 / 6.0 - 0.7), &Device::Cpu)?.reshape((3, 4))?;
+            for _ in 0..3 {
+                let apart: Tensor = model.evaluate(&x)?;
+                assert_eq!(apart.to_scalar::<f32>()?, 0.0);
+                let loss: Tensor = model.forward(&x)?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            let apart: Tensor = model.evaluate(&x)?;
+            assert_eq!(apart.to_scalar::<f32>()?, 0.0);
+            weights(&model)
+        });
+        assert!(all.iter().all(|weights| *weights == all[0]));
+        all[0].clone()
+    };
+    let single = train(1, Strategy::NoShard);
+    assert_eq!(single.len(), 1);
+    for strategy in Strategy::ALL {
+        for (sharded, single) in train(2, strategy)[0].1.iter().zip(&single[0].1) {
+            assert!((sharded - single).abs() <= 1e-6 * single.abs(), "{strategy}: {sharded} {single}");
+        }
+    }
+}

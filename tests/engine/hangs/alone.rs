@@ -1,0 +1,221 @@
+//! A rank that calls alone what all must call, or does not call it.
+
+use candle_core::Tensor;
+use fsdp::engine::Access;
+use fsdp::launch::World;
+use fsdp::prelude::*;
+
+use super::{Ends, Plan, Training, at_once, in_time};
+use crate::fixtures::config;
+
+/// Rank 1 of 3 does `deviate` in place of its third step, the others the step.
+fn instead_of_a_step(
+    strategy: Strategy,
+    deviate: impl Fn(&mut Training) -> fsdp::Result<()> + Send + Sync,
+) -> impl Fn(&World) -> fsdp::Result<()> + Send + Sync {
+    move |world| {
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+        if world.rank() == 1 {
+            deviate(&mut training)?
+        } else {
+            training.step(&Plan::default())?
+        }
+        training.go_on()
+    }
+}
+
+/// Only the time-out ends it if rank 1 does `deviate` on top of what all do.
+#[track_caller]
+fn on_top(deviate: impl Fn(&mut Training) -> fsdp::Result<()> + Send + Sync) -> Ends {
+    let main = instead_of_a_step(Strategy::default(), |training| {
+        training.microbatch(&Plan::default())?;
+        deviate(training)?;
+        training.optimize()
+    });
+    in_time(3, main)
+}
+
+#[test]
+fn a_step_left_out() {
+    let ends =
+        at_once(3, instead_of_a_step(Strategy::default(), |training| training.microbatch(&Plan::default())));
+    ends.every_rank_says(&["differs", "all-gather of unit `layers.0`", "step 2", "step 3", "rank 1"]);
+}
+
+#[test]
+fn the_first_step_left_out() {
+    let ends = in_time(3, |world| {
+        let mut training = Training::of(super::layers(4).fully_shard(&world.data_parallel_mesh())?)?;
+        training.microbatch(&Plan::default())?;
+        if world.rank() != 1 {
+            training.optimize()?;
+        }
+        training.go_on()
+    });
+    // Whoever waited longest speaks: the others in the step, or rank 1 in the next forward.
+    ends.every_rank_says(&["step 0", "last seen", "host-gather of `optimizer`", "rank "]);
+}
+
+#[test]
+fn a_step_left_out_where_no_weights_are_gathered() {
+    let ends = at_once(
+        3,
+        instead_of_a_step(Strategy::NoShard, |training| {
+            training.microbatch(&Plan::default())?;
+            training.model.reset_step()
+        }),
+    );
+    ends.every_rank_says(&["differs", "all-reduce of unit `layers.", "step 2", "step 3", "rank 1"]);
+}
+
+fn one_microbatch_fewer(world: &World, strategy: Strategy) -> fsdp::Result<()> {
+    let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+    for _ in 0..if world.rank() == 1 { 1 } else { 2 } {
+        training.microbatch(&Plan::default())?;
+    }
+    training.optimize()?;
+    training.go_on()
+}
+
+#[test]
+fn a_microbatch_left_out() {
+    let ends = at_once(3, |world| one_microbatch_fewer(world, Strategy::OptimGradsParams));
+    ends.every_rank_says(&["differs", "all-gather of unit `layers.0` (forward, step 3", "step 2", "rank 1"]);
+}
+
+#[test]
+fn a_microbatch_left_out_where_weights_stay_whole() {
+    // Rank 1 waits in the next gather of weights, the others in the reduction of a second microbatch.
+    let ends = in_time(3, |world| one_microbatch_fewer(world, Strategy::OptimGrads));
+    let parts =
+        ["all-gather of unit `layers.0` (forward, step 3", "reduce-scatter of unit `layers.", "rank "];
+    ends.every_rank_says(&parts);
+}
+
+#[test]
+fn clipping_alone() {
+    let ends = on_top(|training| training.model.clip_grad_norm(1.0).map(drop));
+    ends.every_rank_says(&[
+        "`gradient norm` (optimizer, step 2",
+        "all-gather of unit `layers.0` (forward, step 3",
+    ]);
+}
+
+#[test]
+fn the_norm_asked_for_alone() {
+    let ends = on_top(|training| training.model.grad_norm().map(drop));
+    ends.every_rank_says(&[
+        "`gradient norm` (optimizer, step 2",
+        "all-gather of unit `layers.0` (forward, step 3",
+    ]);
+}
+
+#[test]
+fn weights_visited_alone() {
+    let ends = on_top(|training| training.model.visit_weights(|_, _| Ok(())));
+    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 2", "`layers.0` (forward, step 3"]);
+}
+
+#[test]
+fn gradients_visited_alone() {
+    let ends = on_top(|training| training.model.visit_gradients(|_, _| Ok(())));
+    ends.every_rank_says(&[
+        "all-gather of unit `gradients` (optimizer, step 2",
+        "`layers.0` (forward, step 3",
+    ]);
+}
+
+#[test]
+fn full_parameters_asked_for_alone() {
+    let ends = on_top(|training| training.model.with_full_params("layers.1", Access::Read, |_| Ok(())));
+    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 2", "`layers.0` (forward, step 3"]);
+}
+
+#[test]
+fn missing_gradients_asked_for_alone() {
+    let ends = on_top(|training| training.model.parameters_without_gradient().map(drop));
+    ends.every_rank_says(&["`received gradients` (optimizer, step 2", "`layers.0` (forward, step 3"]);
+}
+
+#[test]
+fn joining_alone() {
+    let ends = on_top(|training| training.model.join(true).map(drop));
+    ends.every_rank_says(&["`join` (setup, step 2", "all-gather of unit `layers.0` (forward, step 3"]);
+}
+
+#[test]
+fn evaluating_alone() {
+    let ends = at_once(
+        3,
+        instead_of_a_step(Strategy::default(), |training| {
+            let _: Tensor = training.model.evaluate(&Plan::default())?;
+            training.step(&Plan::default())
+        }),
+    );
+    ends.every_rank_says(&[
+        "differs",
+        "all-gather of unit `layers.",
+        "(forward, step 2",
+        "(backward, step 2",
+        "rank 1",
+    ]);
+}
+
+#[test]
+fn unsharding_alone() {
+    let ends = at_once(
+        3,
+        instead_of_a_step(Strategy::default(), |training| {
+            training.model.unshard("layers.2")?.wait()?;
+            training.step(&Plan::default())
+        }),
+    );
+    ends.every_rank_says(&["differs", "all-gather of unit `layers.2`", "`layers.0`", "rank 1"]);
+}
+
+#[test]
+fn no_sync_alone() {
+    for strategy in Strategy::ALL {
+        let ends = at_once(
+            3,
+            instead_of_a_step(strategy, |training| {
+                let guard = training.model.no_sync();
+                training.microbatch(&Plan::default())?;
+                drop(guard);
+                training.optimize()
+            }),
+        );
+        let operation = if strategy == Strategy::NoShard { "all-reduce" } else { "reduce-scatter" };
+        let parts = ["differs", operation, "of unit `layers.", "backward", "optimizer", "rank 1"];
+        ends.every_rank_says(&parts);
+    }
+}
+
+#[test]
+fn no_sync_alone_in_one_microbatch_of_two() {
+    let ends = in_time(3, |world| {
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let guard = (world.rank() == 1).then(|| training.model.no_sync());
+        training.microbatch(&Plan::default())?;
+        drop(guard);
+        training.microbatch(&Plan::default())?;
+        training.optimize()?;
+        training.go_on()
+    });
+    ends.every_rank_says(&["of unit `layers.", "step 2", "rank 1"]);
+}
+
+#[test]
+fn the_last_microbatch_called_so_by_one_rank_only() {
+    for strategy in [Strategy::NoShard, Strategy::Optim] {
+        let ends = at_once(3, |world| {
+            let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+            training.model.set_is_last_microbatch(world.rank() == 1);
+            training.microbatch(&Plan::default())?;
+            training.optimize()?;
+            training.go_on()
+        });
+        let operation = if strategy == Strategy::NoShard { "all-reduce" } else { "reduce-scatter" };
+        ends.every_rank_says(&["differs", operation, "`layers.", "backward", "optimizer", "rank 1"]);
+    }
+}
