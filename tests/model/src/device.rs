@@ -39,9 +39,9 @@ impl Slice {
         slice
     }
 
-    /// The next access of the buffer panics.
-    pub fn panic_at_next_access(&self) {
-        self.shadow.panic_at_next_access();
+    /// The next write to the buffer panics.
+    pub fn panic_at_next_write(&self) {
+        self.shadow.panic_at_next_write();
     }
 
     pub fn dtype(&self) -> Dtype {

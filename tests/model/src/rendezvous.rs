@@ -105,6 +105,8 @@ fn every_collective(world: World) -> Result<(), CommError> {
     gathers.wait(&reduces.record())?;
     gather.all_gather(&*gathers, tag("in place"), vec![Gather { send: own, recv: whole.clone() }])?;
     gather.broadcast(&*gathers, tag("root"), shared.clone(), size - 1)?;
+    // Behind what the stream still has to do on the channel.
+    gather.host_barrier(tag("behind"))?;
     let mut values = [rank as f64];
     comm.host_reduce(tag("host"), HostOp::Sum, &mut values)?;
     assert_eq!(values, [(size * (size - 1) / 2) as f64]);
@@ -288,9 +290,9 @@ fn steps(world: World, plan: Option<Plan>, done: &Arc<[AtomicUsize; 3]>) -> Resu
                 let error = failure();
                 stream.submit(Box::new(move || Err(error)))?;
             }
-            // What no peer accesses.
+            // No peer writes them.
             Some(Fault::PanicAtWork) => {
-                if matches!(step, 0 | 3) { &all } else { &own }.panic_at_next_access()
+                if matches!(step, 0 | 3 | 4) { &all } else { &own }.panic_at_next_write();
             }
             None => {}
         }
@@ -300,9 +302,13 @@ fn steps(world: World, plan: Option<Plan>, done: &Arc<[AtomicUsize; 3]>) -> Resu
                 gather.all_gather(&*gathers, tag(name), vec![part])?;
                 log(&gathers, 1)?;
             }
-            1 | 4 => {
+            1 => {
                 let part = Reduce { send: all, recv: own, scale: 1.0, accumulate: Accumulate::Overwrite };
                 reduce.reduce_scatter(&*reduces, tag(name), vec![part])?;
+                log(&reduces, 2)?;
+            }
+            4 => {
+                reduce.all_reduce(&*reduces, tag(name), vec![(all, 1.0)])?;
                 log(&reduces, 2)?;
             }
             2 => {

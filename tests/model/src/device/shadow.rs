@@ -40,7 +40,7 @@ pub(crate) fn take_race() -> Option<String> {
 }
 
 impl Shadow {
-    pub(super) fn panic_at_next_access(&self) {
+    pub(super) fn panic_at_next_write(&self) {
         self.bomb.store(true, Ordering::Relaxed);
     }
 
@@ -48,9 +48,9 @@ impl Shadow {
         if bytes.is_empty() {
             return;
         }
-        if self.bomb.swap(false, Ordering::Relaxed) {
+        if kind == Kind::Write && self.bomb.swap(false, Ordering::Relaxed) {
             // No panic hook, which would report a failure of the test.
-            std::panic::resume_unwind(Box::new("an access panicked"));
+            std::panic::resume_unwind(Box::new("a write panicked"));
         }
         let task = usize::from(current::me());
         let clock = current::clock();
