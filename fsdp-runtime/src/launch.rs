@@ -8,13 +8,13 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::{Builder, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
 use crate::comm::local::{LocalOptions, LocalWorld};
 use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
 use crate::device::cpu::WorkerScope;
 use crate::mesh::MeshError;
+use crate::sync::thread::{self, Builder, Scope, ScopedJoinHandle};
 
 /// Most ranks of one launch.
 pub const MAX_RANKS: usize = 2048;
@@ -241,7 +241,7 @@ impl Launcher {
             return Err(LaunchError::TooManyRanks { ranks: self.ranks });
         }
         let world = LocalWorld::new(self.ranks, self.options()?);
-        let ends = std::thread::scope(|scope| {
+        let ends = thread::scope(|scope| {
             let mut threads: Vec<ScopedJoinHandle<'_, Result<T, RankEnd>>> = Vec::with_capacity(self.ranks);
             for rank in 0..self.ranks {
                 match self.start(scope, &world, rank, &rank_main) {

@@ -4,6 +4,8 @@
 //! other way: streams and events carry [`comm::CommError`], as what fails on a stream is in general a
 //! collective.
 
+mod sync;
+
 pub mod random;
 
 pub mod init;

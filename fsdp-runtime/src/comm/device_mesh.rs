@@ -3,11 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::local::{LocalOptions, LocalWorld};
 use super::{CommError, Communicator};
 use crate::mesh::{MeshDim, MeshError, Topology};
+use crate::sync::Mutex;
 
 /// The ranks of the world along named dims, seen from one of them. Cheap to clone.
 #[derive(Clone)]

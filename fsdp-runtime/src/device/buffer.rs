@@ -8,6 +8,7 @@
 //! between their rendezvous.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -131,7 +132,7 @@ impl Slice {
     ///
     /// # Panics
     /// If `range` is not inside `0..len`.
-    pub fn range(&self, range: std::ops::Range<usize>) -> Slice {
+    pub fn range(&self, range: Range<usize>) -> Slice {
         assert!(
             range.start <= range.end && range.end <= self.len,
             "slice {range:?} out of {} elements",
@@ -177,6 +178,35 @@ impl Slice {
         assert_eq!(T::DTYPE, self.dtype, "a {} buffer written as {}", self.dtype, T::DTYPE);
         // SAFETY: as in `as_slice`; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>(), self.len) }
+    }
+
+    /// The elements `range` of this slice, for reading.
+    ///
+    /// # Safety
+    /// As for [`Slice::as_slice`], of these elements.
+    ///
+    /// # Panics
+    /// If `T` is not the slice's dtype, or `range` is not inside `0..len`.
+    pub unsafe fn part_as_slice<T: Element>(&self, range: Range<usize>) -> &[T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        assert_eq!(T::DTYPE, self.dtype, "a {} buffer read as {}", self.dtype, T::DTYPE);
+        // SAFETY: in bounds by the assertion, otherwise as in `as_slice`.
+        unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>().add(range.start), range.len()) }
+    }
+
+    /// The elements `range` of this slice, for writing.
+    ///
+    /// # Safety
+    /// As for [`Slice::as_mut_slice`], of these elements.
+    ///
+    /// # Panics
+    /// As for [`Slice::part_as_slice`].
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn part_as_mut_slice<T: Element>(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        assert_eq!(T::DTYPE, self.dtype, "a {} buffer written as {}", self.dtype, T::DTYPE);
+        // SAFETY: in bounds by the assertion, otherwise as in `as_mut_slice`.
+        unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>().add(range.start), range.len()) }
     }
 
     /// The bytes, for writing.

@@ -3,14 +3,12 @@
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
-
-use parking_lot::{Condvar, Mutex};
 
 use super::{Event, Stream, Work};
 use crate::comm::{CommError, panic_text};
+use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, thread_local};
 
 /// An event that some thread completes once.
 #[derive(Default)]
@@ -87,7 +85,7 @@ impl CpuStream {
         let queued = Arc::new(AtomicUsize::new(0));
         let (stream, counter) = (name.clone(), queued.clone());
         let spawned =
-            std::thread::Builder::new().name(name.clone()).spawn(move || work_off(&stream, &items, &counter));
+            thread::Builder::new().name(name.clone()).spawn(move || work_off(&stream, &items, &counter));
         Arc::new(match spawned {
             Ok(worker) => {
                 CpuStream { name, queue: Some(queue), queued, worker: Some(worker), failed_at_birth: None }
@@ -142,7 +140,7 @@ impl Drop for CpuStream {
         // The worker ends when it has run what is queued.
         drop(self.queue.take());
         let Some(worker) = self.worker.take() else { return };
-        if worker.thread().id() == std::thread::current().id() {
+        if worker.thread().id() == thread::current().id() {
             // The last handle was in the stream's own work: a thread cannot join itself.
             return;
         }

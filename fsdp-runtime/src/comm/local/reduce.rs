@@ -46,19 +46,16 @@ unsafe fn sum_typed<S: Real, D: Real>(sources: &[Slice], dst: &Slice, scale: f32
         let len = CHUNK.min(dst.len() - start);
         let sum = &mut sum[..len];
         for (i, source) in sources.iter().enumerate() {
-            assert_eq!(source.dtype(), S::DTYPE);
-            // SAFETY: `start + len` is at most the common length; the type is the dtype; no writer by the
-            // caller's promise, and this call's own write to `dst` comes after the reference is gone.
-            let chunk = unsafe { std::slice::from_raw_parts(source.as_ptr().cast::<S>().add(start), len) };
+            // SAFETY: no writer by the caller's promise, and this call's own write to `dst` comes after the
+            // reference is gone.
+            let chunk = unsafe { source.part_as_slice::<S>(start..start + len) };
             match i {
                 0 => S::widen(arch, chunk, sum),
                 _ => S::add(arch, chunk, sum),
             }
         }
-        assert_eq!(dst.dtype(), D::DTYPE);
-        // SAFETY: in bounds and of the right type as above; exclusive by the caller's promise, and no
-        // reference to the sources lives here.
-        let out = unsafe { std::slice::from_raw_parts_mut(dst.as_ptr().cast::<D>().add(start), len) };
+        // SAFETY: exclusive by the caller's promise, and no reference to the sources lives here.
+        let out = unsafe { dst.part_as_mut_slice::<D>(start..start + len) };
         match accumulate {
             Accumulate::Overwrite => D::store(arch, sum, scale, out),
             Accumulate::Add => D::store_added(arch, sum, scale, out),

@@ -13,15 +13,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
-
-use parking_lot::{Condvar, MutexGuard};
 
 use super::call::{Call, Op};
 use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::device::Slice;
+use crate::sync::{Condvar, Instant, MutexGuard};
 
 /// What one rank brings into a collective.
 pub(super) struct Arrival {
@@ -104,8 +102,9 @@ impl Ticket {
         let deadline = Instant::now().checked_add(world.options.timeout);
         let mut state = world.state.lock();
 
-        while state.channels[channel].left[index] < self.number && state.failure.is_none() {
-            if !wait(changed, &mut state, deadline) {
+        let behind = |state: &State| state.channels[channel].left[index] < self.number;
+        while behind(&state) && state.failure.is_none() {
+            if !wait(changed, &mut state, deadline) && behind(&state) {
                 let message = format!(
                     "timed out after {:?} in {call}, {}: it waits for an earlier collective of the same rank on \
                      this channel; missing: [{rank}]; {}",
@@ -161,7 +160,8 @@ impl Ticket {
                 state.channels[channel].arrived[index] = None;
                 return Err(error);
             }
-            if !wait(changed, &mut state, deadline) {
+            // Peers may have come between the deadline and this thread's having the lock again.
+            if !wait(changed, &mut state, deadline) && state.channels[channel].completed == completed {
                 let message = timed_out(&endpoint, &state, number);
                 let missing = state.channels[channel].ranks(false);
                 state.fail(world, rank, Cause::TimedOut { missing }, message);

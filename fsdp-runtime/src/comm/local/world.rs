@@ -6,12 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-
 use super::LocalComm;
 use super::call::{Call, Op};
 use super::rendezvous::{Arrival, Endpoint};
 use crate::comm::{CommCounter, CommError, Tag};
+use crate::sync::{Condvar, Mutex};
 
 /// Settings of a [`LocalWorld`].
 #[derive(Clone, Debug)]

@@ -1,0 +1,121 @@
+//! The runtime's streams and flat buffers, with memory that notices a race.
+//!
+//! Every access of a [`Slice`] is compared with the earlier ones of the same bytes: two of them, one a write,
+//! that no chain of locks, messages and joins puts in an order are a race, even if in this schedule they were
+//! far apart. This is the happens-before test of race detectors, on the vector clocks that the checker keeps.
+
+#[path = "../../../fsdp-runtime/src/device/buffer.rs"]
+mod buffer;
+#[path = "../../../fsdp-runtime/src/device/cpu.rs"]
+pub mod cpu;
+#[path = "../../../fsdp-runtime/src/device/fill.rs"]
+mod fill;
+mod shadow;
+#[path = "../../../fsdp-runtime/src/device/stream.rs"]
+mod stream;
+#[path = "../../../fsdp-runtime/src/device/widen.rs"]
+mod widen;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+pub use buffer::{ALIGN, Buffer, Element, OnFree};
+pub use fill::{Fill, cast, fill, scale};
+pub(crate) use shadow::take_race;
+use shadow::{Kind, Shadow};
+pub use stream::{Event, Stream, Work};
+pub use widen::{read_f32, update_f32};
+
+use crate::spec::Dtype;
+
+/// The runtime's slice, with the record of its accesses.
+#[derive(Clone, Debug)]
+pub struct Slice {
+    memory: buffer::Slice,
+    shadow: Arc<Shadow>,
+}
+
+impl Slice {
+    pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
+        let slice = Slice { memory: buffer::Slice::zeros(dtype, len, on_free), shadow: Arc::default() };
+        slice.note(Kind::Write, 0..len);
+        slice
+    }
+
+    /// The next write to the buffer panics.
+    pub fn panic_at_next_write(&self) {
+        self.shadow.panic_at_next_write();
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.memory.dtype()
+    }
+
+    pub fn len(&self) -> usize {
+        self.memory.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.memory.is_empty()
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    pub fn range(&self, range: Range<usize>) -> Slice {
+        Slice { memory: self.memory.range(range), shadow: self.shadow.clone() }
+    }
+
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.memory.as_ptr()
+    }
+
+    /// # Safety
+    /// That of the runtime's slice, here and below.
+    pub unsafe fn as_slice<T: Element>(&self) -> &[T] {
+        self.note(Kind::Read, 0..self.len());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.as_slice() }
+    }
+
+    #[allow(clippy::mut_from_ref, clippy::missing_safety_doc)]
+    pub unsafe fn as_mut_slice<T: Element>(&self) -> &mut [T] {
+        self.note(Kind::Write, 0..self.len());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.as_mut_slice() }
+    }
+
+    #[allow(clippy::missing_safety_doc)]
+    pub unsafe fn part_as_slice<T: Element>(&self, range: Range<usize>) -> &[T] {
+        self.note(Kind::Read, range.clone());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.part_as_slice(range) }
+    }
+
+    #[allow(clippy::mut_from_ref, clippy::missing_safety_doc)]
+    pub unsafe fn part_as_mut_slice<T: Element>(&self, range: Range<usize>) -> &mut [T] {
+        self.note(Kind::Write, range.clone());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.part_as_mut_slice(range) }
+    }
+
+    #[allow(clippy::mut_from_ref, clippy::missing_safety_doc)]
+    pub unsafe fn as_mut_bytes(&self) -> &mut [u8] {
+        self.note(Kind::Write, 0..self.len());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.as_mut_bytes() }
+    }
+
+    #[allow(clippy::missing_safety_doc)]
+    pub unsafe fn as_bytes(&self) -> &[u8] {
+        self.note(Kind::Read, 0..self.len());
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.as_bytes() }
+    }
+
+    fn note(&self, kind: Kind, elements: Range<usize>) {
+        let (start, size) = (self.as_ptr() as usize, self.dtype().size());
+        self.shadow.note(kind, start + elements.start * size..start + elements.end * size);
+    }
+}

@@ -1,0 +1,461 @@
+//! One rank that trains: the calls that the engine makes, in its order, and checks on the compute stream.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::setting::{Mode, Setting, UNITS, Update, Use};
+use crate::buffer::{GroupBuffers, Placement};
+use crate::comm::{CommError, Communicator, Phase};
+use crate::device::cpu::{ComputeStream, CpuStream};
+use crate::device::{Slice, Stream};
+use crate::launch::World;
+use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
+use crate::memory::Account;
+use crate::pipeline::{
+    AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Moment, Outer, Pass, Prefetch,
+    ReduceOptions, Reshard, Streams, Sync,
+};
+use crate::spec::{Dtype, GroupKey, MixedPrecision, OuterStrategy, ParamSpec, Strategy};
+use crate::trace::Tracer;
+
+const ROOT: usize = 0;
+
+pub(super) struct Rank {
+    setting: Setting,
+    rank: usize,
+    layout: ModelLayout,
+    groups: Vec<GroupBuffers>,
+    streams: Streams,
+    gather: AllGatherPipeline,
+    reduce: GradReducePipeline,
+    /// Of the weights of each group.
+    versions: Vec<usize>,
+    step: u64,
+    /// Uses until this rank fails.
+    fuse: Option<usize>,
+}
+
+/// Where the gradients of a group go.
+struct Target {
+    group: usize,
+    bucket: Slice,
+    fresh: bool,
+}
+
+/// The weight that element `element` of a group's bucket has.
+fn weight(group: usize, version: usize, element: usize) -> f32 {
+    (1000 * group + 100 * version + element % 64) as f32
+}
+
+/// What a rank adds to an element's gradient in each use of its unit in a microbatch. Sums of all are exact in
+/// bf16.
+fn contribution(rank: usize, microbatch: usize, element: usize) -> f32 {
+    (rank + 1 + microbatch + element % 3) as f32
+}
+
+fn param(unit: usize, requires_grad: bool) -> ParamSpec {
+    ParamSpec {
+        name: format!("{unit}.{requires_grad}"),
+        shape: vec![5],
+        key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad, unit },
+        no_decay: false,
+        tp: None,
+        tp_parts: 1,
+        shared: false,
+    }
+}
+
+fn layout(setting: &Setting) -> ModelLayout {
+    let params = (0..UNITS).flat_map(|unit| {
+        let frozen = (setting.frozen && unit > 0).then(|| param(unit, false));
+        std::iter::once(param(unit, true)).chain(frozen)
+    });
+    let units: Vec<UnitSpec> = (0..UNITS)
+        .map(|unit| UnitSpec { path: if unit == 0 { String::new() } else { unit.to_string() } })
+        .collect();
+    let outer = if setting.outer_strategy == OuterStrategy::Optim { setting.outer } else { 1 };
+    let options =
+        LayoutOptions { ranks: setting.inner, outer, alignment: ShardAlignment::Element, bucket_size: None };
+    ModelLayout::build(params.collect(), &units, &options).expect("a valid model")
+}
+
+impl Rank {
+    pub(super) fn new(setting: Setting, world: &World, fuse: Option<usize>) -> Result<Rank, CommError> {
+        let (comm, rank) = (world.communicator(), world.rank());
+        let (outer_rank, inner_rank) = (rank / setting.inner, rank % setting.inner);
+        let inner: Vec<usize> = (0..setting.inner).map(|i| outer_rank * setting.inner + i).collect();
+        let outer: Vec<usize> = (0..setting.outer).map(|i| i * setting.inner + inner_rank).collect();
+        let (inner, outer) = (comm.split("inner", &inner)?, comm.split("outer", &outer)?);
+        // Two neighbours, or the one there is.
+        let first = inner_rank / 2 * 2;
+        let neighbours: Vec<usize> = (first..(first + 2).min(setting.inner)).collect();
+        let neighbours = inner.split("neighbours", &neighbours)?;
+
+        let layout = layout(&setting);
+        let account = Account::default();
+        let placement = Placement { strategy: setting.strategy, rank: inner_rank, outer_rank };
+        let groups: Vec<GroupBuffers> = layout
+            .buckets
+            .iter()
+            .map(|bucket| {
+                GroupBuffers::allocate(&account, bucket.clone(), placement, &MixedPrecision::F32, true)
+            })
+            .collect();
+        let compute: Arc<dyn Stream> =
+            if setting.device { CpuStream::spawn("compute") } else { ComputeStream::new("compute") };
+        let streams =
+            Streams { compute, gather: CpuStream::spawn("gather"), reduce: CpuStream::spawn("reduce") };
+        let reshard = |unit: usize| match setting.reshard {
+            _ if !setting.strategy.shards_params() || unit == ROOT => Reshard::Always,
+            Mode::Always => Reshard::Always,
+            Mode::Never => Reshard::Never,
+            Mode::Within => Reshard::Within(neighbours.clone()),
+            Mode::Mixed if unit % 3 == 0 => Reshard::Always,
+            Mode::Mixed if unit % 3 == 1 => Reshard::Within(neighbours.clone()),
+            Mode::Mixed => Reshard::Never,
+        };
+        let gather_units = layout.units.iter().enumerate().map(|(index, unit)| GatherUnit {
+            path: unit.path.as_str().into(),
+            groups: unit.buckets.clone(),
+            reshard: reshard(index),
+        });
+        let gather = AllGatherPipeline::new(
+            inner.duplicate("gather"),
+            streams.clone(),
+            Tracer::new(false),
+            &account,
+            GatherOptions {
+                strategy: setting.strategy,
+                prefetch: Prefetch { forward: setting.prefetch, backward: setting.prefetch },
+                budget: setting.budget,
+                depth: setting.depth,
+                double_buffer: setting.double_buffer,
+                poison: setting.poison,
+                outer: (setting.outer_strategy == OuterStrategy::Optim).then(|| outer.duplicate("gather")),
+            },
+            gather_units.collect(),
+            &groups,
+        );
+        let reduce_units = layout.units.iter().map(|unit| (unit.path.as_str().into(), unit.buckets.clone()));
+        let reduce = GradReducePipeline::new(
+            inner.duplicate("reduce"),
+            streams.clone(),
+            Tracer::new(false),
+            &account,
+            ReduceOptions {
+                strategy: setting.strategy,
+                wire: setting.wire,
+                main: Dtype::F32,
+                scale: 1.0,
+                depth: setting.depth,
+                double_buffer: setting.double_buffer,
+                poison: setting.poison,
+                outer: (setting.outer > 1).then(|| Outer {
+                    comm: outer.duplicate("reduce"),
+                    stream: CpuStream::spawn("outer-reduce"),
+                    strategy: setting.outer_strategy,
+                }),
+            },
+            reduce_units.collect(),
+            &groups,
+        );
+        let versions = vec![0; groups.len()];
+        Ok(Rank { setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
+    }
+
+    /// Two steps, and what follows them.
+    pub(super) fn train(&mut self) -> Result<(), CommError> {
+        self.update(Update::LoadAll)?;
+        for (index, forward) in self.setting.forwards.into_iter().enumerate() {
+            if self.setting.evaluate {
+                self.forward_pass(forward, false)?;
+                self.gather.reset()?;
+            }
+            let cut = self.setting.cut.filter(|_| index == 0);
+            let mut microbatches = self.setting.microbatches.iter().enumerate();
+            let complete = microbatches.try_fold(true, |complete, (microbatch, &sync)| {
+                Ok(complete && self.microbatch(forward, microbatch, sync, cut)?)
+            })?;
+            if complete {
+                self.finish_gradients(forward)?;
+                self.update(self.setting.updates[index])?;
+                self.reduce.clear();
+                self.step += 1;
+            }
+        }
+        for stream in [&self.streams.gather, &self.streams.reduce, &self.streams.compute] {
+            stream.record().synchronize()?;
+        }
+        Ok(())
+    }
+
+    /// Forward and backward; false if they were cut short.
+    fn microbatch(
+        &mut self,
+        forward: &[Use],
+        microbatch: usize,
+        sync: Sync,
+        cut: Option<usize>,
+    ) -> Result<bool, CommError> {
+        self.forward_pass(forward, true)?;
+        self.gather.backward_order.begin();
+        let root = self.open(ROOT)?;
+        self.add_gradients(root, microbatch, &mut false)?;
+        let mut pending = [0; UNITS];
+        count(forward, &mut |unit| pending[unit] += 1);
+        let mut written = [false; UNITS];
+        for (index, at) in forward.iter().rev().enumerate() {
+            if cut == Some(index) {
+                self.give_up()?;
+                return Ok(false);
+            }
+            self.backward(at, microbatch, sync, &mut pending, &mut written)?;
+        }
+        self.reduce.reduce(&self.groups, ROOT, sync, self.moment(Phase::Backward))?;
+        if sync == Sync::Step {
+            self.reduce.reduce_remaining(&self.groups, self.moment(Phase::Backward))?;
+        }
+        self.gather.backward_order.end();
+        self.gather.release(ROOT)?;
+        Ok(true)
+    }
+
+    /// What the engine does when a step is reset in the middle of a backward.
+    fn give_up(&mut self) -> Result<(), CommError> {
+        self.reduce.abandon();
+        self.gather.release(ROOT)?;
+        self.reduce.finish()?;
+        self.reduce.clear();
+        self.gather.expect_nothing();
+        self.gather.reset()
+    }
+
+    /// A forward; the root stays whole after one of training.
+    fn forward_pass(&mut self, forward: &[Use], training: bool) -> Result<(), CommError> {
+        if self.setting.unshard {
+            self.gather.start(&self.groups, forward[0].unit, self.moment(Phase::Forward))?;
+        }
+        self.gather.forward_order.begin();
+        let root = self.acquire(ROOT, Some(Pass::Forward))?;
+        for at in forward {
+            self.forward(at, Some(Pass::Forward), training)?;
+        }
+        self.check_weights(ROOT, &root)?;
+        self.gather.forward_order.end();
+        if !training {
+            self.gather.release(ROOT)?;
+        }
+        Ok(())
+    }
+
+    fn forward(&mut self, at: &Use, pass: Option<Pass>, training: bool) -> Result<(), CommError> {
+        let full = self.acquire(at.unit, pass)?;
+        for inner in at.inner {
+            self.forward(inner, pass, training)?;
+        }
+        // Gathers of other units were launched meanwhile.
+        self.check_weights(at.unit, &full)?;
+        if training && pass.is_some() {
+            self.gather.expect_backward(at.unit);
+        }
+        self.gather.release(at.unit)
+    }
+
+    fn backward(
+        &mut self,
+        at: &Use,
+        microbatch: usize,
+        sync: Sync,
+        pending: &mut [usize; UNITS],
+        written: &mut [bool; UNITS],
+    ) -> Result<(), CommError> {
+        if self.skips(at.unit, microbatch) {
+            return Ok(());
+        }
+        let full = self.acquire(at.unit, Some(Pass::Backward))?;
+        if self.setting.recompute {
+            for inner in at.inner {
+                self.forward(inner, None, true)?;
+            }
+        }
+        let targets = self.open(at.unit)?;
+        for inner in at.inner.iter().rev() {
+            self.backward(inner, microbatch, sync, pending, written)?;
+        }
+        self.add_gradients(targets, microbatch, &mut written[at.unit])?;
+        self.check_weights(at.unit, &full)?;
+        self.gather.release(at.unit)?;
+        pending[at.unit] -= 1;
+        if pending[at.unit] == 0 {
+            self.reduce.reduce(&self.groups, at.unit, sync, self.moment(Phase::Backward))?;
+        }
+        Ok(())
+    }
+
+    fn skips(&self, unit: usize, microbatch: usize) -> bool {
+        microbatch == 0 && self.setting.skipped == Some(unit)
+    }
+
+    /// The unit's weights, checked.
+    fn acquire(&mut self, unit: usize, pass: Option<Pass>) -> Result<Vec<Slice>, CommError> {
+        if let Some(fuse) = &mut self.fuse {
+            if *fuse == 0 {
+                return Err(CommError::Invalid { rank: self.rank, message: "planned".to_owned() });
+            }
+            *fuse -= 1;
+        }
+        let phase = if pass == Some(Pass::Backward) { Phase::Backward } else { Phase::Forward };
+        let full = self.gather.acquire(&self.groups, unit, pass, self.moment(phase))?;
+        self.check_weights(unit, &full)?;
+        Ok(full)
+    }
+
+    /// The compute stream reads what was handed out: the unit's present weights.
+    fn check_weights(&self, unit: usize, full: &[Slice]) -> Result<(), CommError> {
+        let buckets = &self.layout.units[unit].buckets;
+        assert_eq!(full.len(), buckets.len());
+        for (&group, slice) in buckets.iter().zip(full) {
+            let (slice, version) = (slice.clone(), self.versions[group]);
+            let rank = self.rank;
+            self.streams.compute.submit(Box::new(move || {
+                // SAFETY: the checker reports an access that is not ordered with this.
+                let values = unsafe { slice.as_slice::<f32>() };
+                for (element, &value) in values.iter().enumerate() {
+                    let expected = weight(group, version, element);
+                    assert_eq!(
+                        value, expected,
+                        "rank {rank}: weight {element} of group {group}, unit {unit}"
+                    );
+                }
+                Ok(())
+            }))?;
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, unit: usize) -> Result<Vec<Target>, CommError> {
+        let targets = self.reduce.open(&self.groups, unit)?.into_iter();
+        Ok(targets
+            .map(|target| Target { group: target.group, bucket: target.bucket, fresh: target.fresh })
+            .collect())
+    }
+
+    /// The compute stream writes a use's gradients into the targets, or adds them.
+    fn add_gradients(
+        &self,
+        targets: Vec<Target>,
+        microbatch: usize,
+        written: &mut bool,
+    ) -> Result<(), CommError> {
+        let rank = self.rank;
+        for target in targets {
+            let overwrite = target.fresh && !*written;
+            let items = self.groups[target.group].layout.items.clone();
+            self.streams.compute.submit(Box::new(move || {
+                for element in items.iter().flat_map(|item| item.range()) {
+                    let slice = target.bucket.range(element..element + 1);
+                    let value = contribution(rank, microbatch, element);
+                    if slice.dtype() == Dtype::F32 {
+                        // SAFETY: as in `check_weights`.
+                        let at = &mut unsafe { slice.as_mut_slice::<f32>() }[0];
+                        *at = if overwrite { value } else { *at + value };
+                    } else {
+                        // SAFETY: as in `check_weights`.
+                        let at = &mut unsafe { slice.as_mut_slice::<bf16>() }[0];
+                        *at = bf16::from_f32(if overwrite { value } else { at.to_f32() + value });
+                    }
+                }
+                Ok(())
+            }))?;
+        }
+        *written = true;
+        Ok(())
+    }
+
+    /// Before the optimizer's step: all gradients are reduced, and exact.
+    fn finish_gradients(&mut self, forward: &[Use]) -> Result<(), CommError> {
+        self.reduce.reduce_remaining(&self.groups, self.moment(Phase::Optimizer))?;
+        self.reduce.finish()?;
+        self.gather.reset()?;
+        for (group, buffers) in self.groups.iter().enumerate() {
+            let (Some(grads), unit) = (&buffers.main_grad, buffers.layout.key.unit) else { continue };
+            if !self.reduce.has_gradient(unit) {
+                continue;
+            }
+            let mut uses = usize::from(unit == ROOT);
+            count(forward, &mut |used| uses += usize::from(used == unit));
+            let microbatches: Vec<usize> =
+                (0..self.setting.microbatches.len()).filter(|&m| !self.skips(unit, m)).collect();
+            let ranks = self.setting.ranks();
+            let shares = self.setting.outer_strategy == OuterStrategy::Optim;
+            let range = match self.setting.strategy {
+                Strategy::NoShard => grads.held(),
+                _ if shares => buffers.owned.clone(),
+                _ => buffers.shard.clone(),
+            };
+            let slice = grads.part(range.clone());
+            let items = buffers.layout.items.clone();
+            self.streams.compute.submit(Box::new(move || {
+                // SAFETY: as in `check_weights`.
+                let values = unsafe { slice.as_slice::<f32>() };
+                for (element, &value) in range.zip(values) {
+                    let all = microbatches.iter().flat_map(|&m| (0..ranks).map(move |rank| (rank, m)));
+                    let sum: f32 = all.map(|(rank, m)| uses as f32 * contribution(rank, m, element)).sum();
+                    let is_item = items.iter().any(|item| item.range().contains(&element));
+                    let expected = if is_item { sum } else { 0.0 };
+                    assert_eq!(value, expected, "gradient {element} of group {group}");
+                }
+                Ok(())
+            }))?;
+        }
+        Ok(())
+    }
+
+    /// Writes new weights, and tells the pipeline.
+    fn update(&mut self, update: Update) -> Result<(), CommError> {
+        let unit = match update {
+            Update::Nothing => return Ok(()),
+            Update::LoadUnit(unit) => Some(unit),
+            Update::Step | Update::LoadAll => None,
+        };
+        for (group, buffers) in self.groups.iter().enumerate() {
+            let key = buffers.layout.key;
+            if unit.is_some_and(|unit| unit != key.unit) || (update == Update::Step && !key.requires_grad) {
+                continue;
+            }
+            self.versions[group] += 1;
+            let range = match update {
+                Update::Step => buffers.owned.clone(),
+                _ if !self.setting.strategy.shards_optim() => buffers.model_weight.held(),
+                _ => buffers.shard.clone(),
+            };
+            let (slice, version) = (buffers.model_weight.part(range.clone()), self.versions[group]);
+            self.streams.compute.submit(Box::new(move || {
+                // SAFETY: as in `check_weights`.
+                let values = unsafe { slice.as_mut_slice::<f32>() };
+                values
+                    .iter_mut()
+                    .zip(range)
+                    .for_each(|(value, element)| *value = weight(group, version, element));
+                Ok(())
+            }))?;
+        }
+        self.gather.reset()?;
+        let change = if update == Update::Step { Change::Step } else { Change::Loaded(unit) };
+        self.gather.mark_stale(change);
+        Ok(())
+    }
+
+    fn moment(&self, phase: Phase) -> Moment {
+        Moment { phase, step: self.step }
+    }
+}
+
+/// Calls `visit` with the unit of every use.
+fn count(uses: &[Use], visit: &mut impl FnMut(usize)) {
+    for at in uses {
+        visit(at.unit);
+        count(at.inner, visit);
+    }
+}

@@ -1,0 +1,48 @@
+//! How ranks meet.
+
+use fsdp_model_check::rendezvous::*;
+
+#[test]
+fn two_ranks_meet_in_each_of_all_schedules() {
+    println!("{} schedules", two_ranks_meet_in_every_schedule());
+}
+
+#[test]
+fn a_failure_wakes_in_each_of_all_schedules() {
+    println!("{} schedules", a_failure_wakes_in_every_schedule());
+}
+
+#[test]
+fn collectives_of_two_ranks_are_exact() {
+    collectives_are_exact(2, 1000);
+}
+
+#[test]
+fn collectives_of_three_ranks_are_exact() {
+    collectives_are_exact(3, 1000);
+}
+
+#[test]
+fn a_fault_reaches_both_ranks() {
+    a_fault_reaches_every_rank(2, 4000);
+}
+
+#[test]
+fn a_fault_reaches_three_ranks() {
+    a_fault_reaches_every_rank(3, 2000);
+}
+
+#[test]
+fn a_fault_beside_time_outs_reaches_all_ranks() {
+    a_fault_beside_time_outs_reaches_every_rank(2000);
+}
+
+#[test]
+fn time_outs_end_two_ranks() {
+    time_outs_end_all_ranks(2, 2000);
+}
+
+#[test]
+fn time_outs_end_three_ranks() {
+    time_outs_end_all_ranks(3, 2000);
+}
