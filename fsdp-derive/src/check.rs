@@ -68,6 +68,9 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
                     "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
                 );
             }
+            if let Some(tie) = attrs.tie_with.as_ref().filter(|tie| tie.value.value() == field.name) {
+                ctxt.error(tie.value.span(), format!("`{}` is tied to itself", field.name));
+            }
             partition_dim(ctxt, attrs);
         }
     }
@@ -110,8 +113,10 @@ fn qualified_name(ctxt: &Ctxt, literal: &LitStr) {
     let name = literal.value();
     let wrong = if name.is_empty() {
         Some("is empty")
-    } else if name.chars().any(|c| c.is_whitespace() || c.is_control()) {
+    } else if name.chars().any(char::is_whitespace) {
         Some("contains white space")
+    } else if name.chars().any(char::is_control) {
+        Some("contains a control character")
     } else if name.starts_with('.') || name.ends_with('.') {
         Some("begins or ends with a dot")
     } else if name.contains("..") {

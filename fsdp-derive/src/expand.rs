@@ -14,7 +14,7 @@ use crate::model::{Body, Field, Module, Role, Variant};
 pub fn expand(module: &Module, krate: &Path) -> TokenStream {
     // Hygiene does not part a binding from the user's constants and tuple structs: the prefix does.
     let walker = Ident::new("__walker", Span::mixed_site());
-    let mut fields = Fields { module, written: Vec::new() };
+    let mut fields = Fields { module, written: Vec::new(), cut: Vec::new() };
     let (tree, body) = match &module.body {
         Body::Struct(members) => {
             let statements: Vec<_> = members
@@ -39,12 +39,17 @@ pub fn expand(module: &Module, krate: &Path) -> TokenStream {
             (Some(quote!(ENUM)), quote!(match self { #(#arms)* }))
         }
     };
+    let body = match fields.written.len() {
+        0 => body,
+        // Not `Self::FIELDS`: the user may have a constant of that name.
+        _ => quote!(let __fields = <Self as __fsdp::FsdpUnit>::FIELDS; #body),
+    };
     let written = &fields.written;
     let described =
         (!written.is_empty()).then(|| quote!(const FIELDS: &'static [__fsdp::Field] = &[#(#written,)*];));
     // A struct's tree is that of its fields: the trait says so.
     let tree = tree.map(|tree| quote!(const TREE: __fsdp::Tree = __fsdp::Tree::#tree;));
-    let (check_here, check_in_walk) = tp_size(module);
+    let (check_here, check_in_walk) = tp_size(module, &fields.cut);
     Impl {
         ident: &module.ident,
         generics: &module.generics,
@@ -105,24 +110,44 @@ impl Impl<'_> {
     }
 }
 
-/// The check of the declared shapes against `tp_size`: beside the impl, or, where it depends on type
-/// parameters, in the walk.
-fn tp_size(module: &Module) -> (TokenStream, TokenStream) {
+/// The checks of the declared shapes against `tp_size`: beside the impl, or, where they depend on type parameters, in
+/// the walk. `cut` are the fields with a shape and a placement of their own: each is checked where its placement is
+/// said, and what is inside of other fields where `tp_size` is.
+fn tp_size(module: &Module, cut: &[(usize, Span)]) -> (TokenStream, TokenStream) {
     let Some(tp_size) = &module.attrs.tp_size else { return Default::default() };
     let (ident, ranks) = (&module.ident, &tp_size.value);
-    let check = Ident::new("check_tp_size", Span::mixed_site().located_at(tp_size.span));
     let generics = &module.generics;
-    if generics.type_params().next().is_some() || generics.const_params().next().is_some() {
-        return (TokenStream::new(), quote!(const { __fsdp::#check::<Self>(#ranks) };));
-    }
+    let in_walk = generics.type_params().next().is_some() || generics.const_params().next().is_some();
     let lifetimes = generics.lifetimes().map(|_| quote!('_));
-    (quote!(const _: () = __fsdp::#check::<#ident<#(#lifetimes),*>>(#ranks);), TokenStream::new())
+    let ty = if in_walk { quote!(Self) } else { quote!(#ident<#(#lifetimes),*>) };
+    let inside = located(tp_size.span, quote!(__fsdp::check_tp_size::<#ty>(#ranks)));
+    let own = cut.iter().map(|&(index, span)| {
+        let index = proc_macro2::Literal::usize_unsuffixed(index);
+        located(span, quote!(__fsdp::check_tp_field::<#ty>(#index, #ranks)))
+    });
+    let checks = own.chain([inside]);
+    if in_walk {
+        (TokenStream::new(), quote!(#(const { #checks };)*))
+    } else {
+        (quote!(#(const _: () = #checks;)*), TokenStream::new())
+    }
+}
+
+/// The tokens, shown at `span`.
+fn located(span: Span, tokens: TokenStream) -> TokenStream {
+    let relocate = |mut token: TokenTree| {
+        token.set_span(token.span().located_at(span));
+        token
+    };
+    tokens.into_iter().map(relocate).collect()
 }
 
 /// The entries of `FIELDS`, written as the statements that refer to them are.
 struct Fields<'m> {
     module: &'m Module,
     written: Vec<TokenStream>,
+    /// Those with a shape and a placement, which is said there.
+    cut: Vec<(usize, Span)>,
 }
 
 impl Fields<'_> {
@@ -162,8 +187,11 @@ impl Fields<'_> {
         let index = proc_macro2::Literal::usize_unsuffixed(self.written.len());
         let name = LitStr::new(&field.name, Span::mixed_site());
         let attrs = attributes(&field.attrs);
+        if let (Some(tp), Some(_)) = (&field.attrs.tp, &field.attrs.shape) {
+            self.cut.push((self.written.len(), tp.span));
+        }
         self.written.push(quote!(__fsdp::Field { name: #name, attrs: #attrs, tree: #tree }));
-        Some(quote!(#of_type::visit(#place, &Self::FIELDS[#index], #walker);))
+        Some(quote!(#of_type::visit(#place, &__fields[#index], #walker);))
     }
 
     /// Some statement names the walker.
@@ -177,12 +205,7 @@ impl Fields<'_> {
 
 /// `place`, shown where the field's type is: what rustc says of its value belongs there.
 fn at_type(field: &Field, place: TokenStream) -> TokenStream {
-    let span = field.ty.span();
-    let relocate = |mut token: TokenTree| {
-        token.set_span(token.span().located_at(span));
-        token
-    };
-    place.into_iter().map(relocate).collect()
+    located(field.ty.span(), place)
 }
 
 fn attributes(attrs: &FieldAttrs) -> TokenStream {

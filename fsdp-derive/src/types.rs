@@ -98,7 +98,7 @@ pub fn walked_parts(ty: &Type) -> Vec<&Type> {
 
 /// Why a part of a walked type cannot hold parameters.
 pub fn refusal(ty: &Type) -> Option<syn::Error> {
-    let is_whole = |part: &Type| std::ptr::eq(part, peel(ty));
+    let may_be_buffer = in_buffer_containers(ty);
     walked_parts(ty).into_iter().find_map(|part| {
         if let Type::TraitObject(object) = part {
             let message = format!(
@@ -116,7 +116,7 @@ pub fn refusal(ty: &Type) -> Option<syn::Error> {
         let Type::Path(path) = part else { return None };
         let name = known(&path.path)?.ident.to_string();
         let reason = match name.as_str() {
-            "Tensor" | "Var" if is_whole(part) => {
+            "Tensor" | "Var" if may_be_buffer => {
                 "is neither sharded nor trained: make it a `Param`; or, if it is state that is not trained, mark it \
                  `#[fsdp(buffer)]`; or leave it out with `#[fsdp(skip)]`"
             }
@@ -140,6 +140,22 @@ pub fn refusal(ty: &Type) -> Option<syn::Error> {
         };
         Some(syn::Error::new_spanned(part, format!("`{name}` {reason}")))
     })
+}
+
+/// Nothing around the innermost type but what a buffer may be in: `Option`, `Vec`, arrays.
+fn in_buffer_containers(ty: &Type) -> bool {
+    match peel(ty) {
+        Type::Array(array) => in_buffer_containers(&array.elem),
+        Type::Path(path) => {
+            let Some(last) = path.path.segments.last() else { return false };
+            match (last.ident.to_string().as_str(), type_arguments(last).as_slice()) {
+                ("Option" | "Vec", [elem]) => in_buffer_containers(elem),
+                (_, []) => true,
+                _ => false,
+            }
+        }
+        _ => false,
+    }
 }
 
 /// The type beneath parentheses and the invisible groups of `macro_rules!`.
@@ -236,7 +252,8 @@ mod tests {
     fn refusals_spare_the_users_own_types() {
         let reason = |ty: Type| refusal(&ty).map(|error| error.to_string());
         assert!(reason(parse_quote!(Tensor)).unwrap().contains("#[fsdp(buffer)]"));
-        assert!(!reason(parse_quote!(Vec<candle_core::Tensor>)).unwrap().contains("#[fsdp(buffer)]"));
+        assert!(reason(parse_quote!(Vec<candle_core::Tensor>)).unwrap().contains("#[fsdp(buffer)]"));
+        assert!(!reason(parse_quote!(Vec<Box<Tensor>>)).unwrap().contains("#[fsdp(buffer)]"));
         assert!(reason(parse_quote!(HashMap<String, L>)).unwrap().contains("BTreeMap"));
         assert!(reason(parse_quote!(Option<std::rc::Rc<L>>)).unwrap().contains("#[fsdp(skip)]"));
         assert!(reason(parse_quote!(Mutex<L>)).unwrap().contains("#[fsdp(skip)]"));

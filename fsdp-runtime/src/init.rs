@@ -42,13 +42,19 @@ pub enum Init {
 }
 
 impl Init {
-    /// All its numbers are finite.
-    pub fn is_finite(&self) -> bool {
+    /// What is wrong with its numbers, if anything.
+    pub fn check(&self) -> Option<&'static str> {
+        let (first, second) = match *self {
+            Init::Zeros | Init::Ones => (0.0, 0.0),
+            Init::Constant(value) => (value, 0.0),
+            Init::Normal { mean, std } => (mean, std),
+            Init::Uniform { low, high } => (low, high),
+        };
         match *self {
-            Init::Constant(value) => value.is_finite(),
-            Init::Zeros | Init::Ones => true,
-            Init::Normal { mean, std } => mean.is_finite() && std.is_finite(),
-            Init::Uniform { low, high } => low.is_finite() && high.is_finite(),
+            _ if !(first.is_finite() && second.is_finite()) => Some("is not finite"),
+            Init::Normal { std, .. } if std < 0.0 => Some("has a negative standard deviation"),
+            Init::Uniform { low, high } if low > high => Some("has its lower bound above its upper one"),
+            _ => None,
         }
     }
 

@@ -51,7 +51,7 @@ pub mod __private {
     pub use core::stringify;
 
     pub use crate::Init;
-    pub use crate::engine::{Buffer, FsdpUnit, Shaped, Walker, assert_fits, check_tp_size};
+    pub use crate::engine::{Buffer, FsdpUnit, Shaped, Walker, assert_fits, check_tp_field, check_tp_size};
     pub use crate::layout::FitOptions;
     pub use crate::spec::{Attrs, Dtype, Field, TpPlacement, Tree};
 }

@@ -231,3 +231,63 @@ fn ranks_with_other_variants_of_the_same_layout_learn_it() {
         Ok(())
     });
 }
+
+#[test]
+fn a_parameter_cannot_be_tied_to_itself_but_may_be_a_clone_of_its_target() {
+    #[derive(FsdpUnit)]
+    struct Inner {
+        w: Param,
+    }
+    #[derive(FsdpUnit)]
+    struct ByPath {
+        #[fsdp(tie_with = "inner.w")]
+        inner: Inner,
+    }
+    #[derive(FsdpUnit)]
+    struct Clones {
+        #[fsdp(tie_with = "second")]
+        first: Param,
+        second: Param,
+    }
+    let mesh = Topology::new(&[("dp_shard", 2)], 2).unwrap();
+    let config = FsdpConfig::default();
+    // Tied to `inner.w.w`, which does not exist.
+    let text = ByPath { inner: Inner { w: Param::new(4) } }.layout(&mesh, &config).unwrap_err().to_string();
+    assert!(text.contains("tied to a parameter that does not exist"), "{text}");
+    let param = Param::new(4);
+    let layout = Clones { first: param.clone(), second: param }.layout(&mesh, &config).unwrap();
+    assert_eq!(layout.params.len(), 1);
+    let layout = Clones { first: Param::new(4), second: Param::new(4) }.layout(&mesh, &config).unwrap();
+    assert_eq!((layout.params.len(), layout.params[0].name.as_str()), (1, "second"));
+}
+
+#[test]
+fn a_parameter_that_differs_between_ranks_is_named_itself() {
+    #[derive(FsdpUnit)]
+    struct Model {
+        first: Param,
+        rest: Vec<Param>,
+    }
+    on_ranks(2, |world| {
+        let model = Model { first: Param::new((4, 4)), rest: vec![Param::new((4, 4 + world.rank()))] };
+        let text = model.fully_shard(&world.data_parallel_mesh()).unwrap_err().to_string();
+        assert!(text.contains("`rest.0` [4, 4] f32") && text.contains("`rest.0` [4, 5] f32"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_that_fails_alone_is_named_by_the_others() {
+    on_ranks(3, |world| {
+        let init = if world.rank() == 1 { Init::Normal { mean: 0.0, std: -1.0 } } else { Init::Zeros };
+        let model = Half { frozen: Param::new(2), free: Param::new(2) };
+        let other = Param::new(2).with_init(init);
+        let text = (model, other).fully_shard(&world.data_parallel_mesh()).unwrap_err().to_string();
+        let wrong = "parameter `1`: its initial value Normal { mean: 0.0, std: -1.0 } has a negative standard deviation";
+        match world.rank() {
+            1 => assert_eq!(text, wrong),
+            rank => assert_eq!(text, format!("rank {rank}: rank 1 failed: {wrong}")),
+        }
+        Ok(())
+    });
+}

@@ -35,6 +35,7 @@ const OWN: &[&str] = &[
     "FIELDS",
     "TREE",
     "walk",
+    "__fields",
     "__walker",
 ];
 

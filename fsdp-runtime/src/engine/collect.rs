@@ -82,8 +82,8 @@ impl Found<'_> {
     /// What is wrong with the parameter by itself.
     fn check(&self) -> Result<()> {
         let error = |message| Err(param_error(&self.name, message));
-        if !self.init().is_finite() {
-            return error(format!("its initial value {:?} is not finite", self.init()));
+        if let Some(wrong) = self.init().check() {
+            return error(format!("its initial value {:?} {wrong}", self.init()));
         }
         if let Some(bound) = self.param.bound() {
             return error(format!("is part of a sharded model already, as `{}`", bound.name));
@@ -271,14 +271,19 @@ fn owners(found: &[Found<'_>], by_name: &HashMap<&str, usize>) -> Result<Vec<usi
             Some(tie) => {
                 let target =
                     by_name.get(tie.relative.as_str()).or_else(|| by_name.get(tie.absolute.as_str()));
-                *target.ok_or_else(|| {
+                let target = *target.ok_or_else(|| {
                     let names = if tie.relative == tie.absolute {
                         format!("`{}`", tie.relative)
                     } else {
                         format!("`{}` nor `{}`", tie.relative, tie.absolute)
                     };
                     param_error(&item.name, format!("is tied to a parameter that does not exist: no {names}"))
-                })?
+                })?;
+                if target == index {
+                    return Err(param_error(&item.name, "is tied to itself"));
+                }
+                // A clone of its target need not be told so.
+                if found[target].param.id() == item.param.id() { clone_of } else { target }
             }
         };
         target_of.push(target);

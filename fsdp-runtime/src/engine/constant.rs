@@ -21,11 +21,23 @@ impl StaticLayout {
 ///
 /// # Panics
 /// At the first parameter that `ranks` ranks cannot share evenly, naming it. Parameters without a declared
-/// shape, and what is in containers of any length, are left to run time.
+/// shape, and what is in containers of any length or in enums, are left to run time; so are the module's own fields,
+/// which [`check_tp_field`] checks.
 #[doc(hidden)]
 #[track_caller]
 pub const fn check_tp_size<M: FsdpUnit>(ranks: usize) {
     layout::check_tp_size(const { &M::TREE }, ranks);
+}
+
+/// The same for one of the module's fields, which has a declared shape and a placement of its own, in whatever
+/// container its parameters are.
+///
+/// # Panics
+/// If `ranks` ranks cannot share it evenly.
+#[doc(hidden)]
+#[track_caller]
+pub const fn check_tp_field<M: FsdpUnit>(field: usize, ranks: usize) {
+    layout::check_tp_field(&M::FIELDS[field], ranks);
 }
 
 /// What `fsdp::assert_fits!` calls, `name` being the type as it was written.

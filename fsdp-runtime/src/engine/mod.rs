@@ -25,7 +25,7 @@ mod tokens;
 mod unit;
 
 pub use config::{FsdpConfig, GradientScaling, Recompute};
-pub use constant::{assert_fits, check_tp_size};
+pub use constant::{assert_fits, check_tp_field, check_tp_size};
 pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};

@@ -14,7 +14,7 @@ use super::param::Bound;
 use super::sink::GradSink;
 use super::unit::UnitCell;
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
+use crate::comm::{CommError, Communicator, DeviceMesh, Phase, Tag};
 use crate::device::{Slice, cast, cpu};
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
@@ -365,7 +365,7 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
 fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout), &Error>) -> Vec<String> {
     let (collected, layout) = match agreed {
         Ok(agreed) => (&agreed.0, &agreed.1),
-        Err(error) => return vec![error.to_string()],
+        Err(error) => return vec![format!("{FAILED}{error}")],
     };
     // What the precision says of weights is in the line of each parameter.
     let precision = &config.precision;
@@ -387,6 +387,9 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
+    // What the parameters are, before where they are: a difference moves all that follows it.
+    let shape = |spec: &ParamSpec| format!("`{}` {:?} {}", spec.name, spec.full_shape(), spec.key.dtype);
+    lines.extend(layout.params.iter().map(shape));
     lines.extend(layout.fingerprint());
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
@@ -398,6 +401,9 @@ fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout)
     lines
 }
 
+/// Before the message of a rank that has nothing to compare.
+const FAILED: char = '\u{1}';
+
 /// Compares `lines` over the ranks, before any of their bytes meet.
 ///
 /// # Errors
@@ -407,6 +413,17 @@ fn compare(comm: &dyn Communicator, tag: Tag, lines: &[String]) -> Result<()> {
     let rank = comm.rank();
     for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
         let theirs = String::from_utf8_lossy(bytes);
+        if let Some(message) = theirs.strip_prefix(FAILED) {
+            if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
+                // This rank has an error of its own, which says more.
+                continue;
+            }
+            let message = format!("rank {other} failed: {message}");
+            return Err(CommError::RankFailed { rank, failed: other, message }.into());
+        }
+        if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
+            continue;
+        }
         let mut theirs = theirs.split('\n');
         let ours = lines.join("\n");
         let mut ours = ours.split('\n');

@@ -26,7 +26,7 @@ pub use memory::MemoryPlan;
 pub(crate) use memory::POOLED_UNITS;
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
 pub use static_layout::{FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit};
-pub(crate) use static_layout::{check_tp_size, require_fit};
+pub(crate) use static_layout::{check_tp_field, check_tp_size, require_fit};
 
 /// Start alignment of items under [`ShardAlignment::Element`], in bytes: a cache line, and the widest vector
 /// register.

@@ -124,7 +124,7 @@ impl ModelLayout {
                     "`{}` {:?} {dtype}, unit `{}`, {}{}{}, bucket {bucket} of {} x {}, start {}",
                     param.name,
                     param.shape,
-                    self.units[unit].path,
+                    if unit == 0 { "(root)" } else { &self.units[unit].path },
                     if requires_grad { "trainable" } else { "frozen" },
                     if expert { ", expert" } else { "" },
                     if param.shared { ", shared" } else { "" },

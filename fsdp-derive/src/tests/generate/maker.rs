@@ -186,8 +186,10 @@ impl Maker {
             words.push(format!("tp = {}", self.dice.pick(&placements[..allowed])));
         }
         match self.dice.below(6) {
-            0 => words
-                .push(format!("tie_with = {:?}", self.dice.pick(&["embed.weight", "0", "a.b.c", "größe"]))),
+            0 => words.push(format!(
+                "tie_with = {:?}",
+                self.dice.pick(&["embed.weight", "0.w", "a.b.c", "größe.w"])
+            )),
             1 | 2 => words.push(self.init()),
             _ => {}
         }

@@ -226,8 +226,12 @@ pub(super) const fn check_tp_size(tree: &Tree, path: &Path<'_>, inherited: &Inhe
             let mut i = 0;
             while i < fields.len() {
                 let field = &fields[i];
-                check_tp_size(field.tree, &path.field(field.name), &inherited.field(field), ranks);
                 i += 1;
+                // Those of the module itself are checked one by one.
+                if path.depth == 0 && field.attrs.tp.is_some() && field.attrs.shape.is_some() {
+                    continue;
+                }
+                check_tp_size(field.tree, &path.field(field.name), &inherited.field(field), ranks);
             }
         }
         Tree::Unit(content) => check_tp_size(content, path, inherited, ranks),

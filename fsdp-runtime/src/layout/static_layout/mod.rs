@@ -13,7 +13,7 @@ pub(crate) use fits::require_fit;
 use self::descent::{Inherited, Leaf, Path};
 use super::MemoryPlan;
 use super::memory::{BucketExtent, POOLED_UNITS, needs_wire_buckets};
-use crate::spec::{Dtype, MixedPrecision, Strategy, Tree};
+use crate::spec::{Dtype, Field, MixedPrecision, Strategy, Tree};
 
 /// Most kinds of units.
 const MAX_UNIT_KINDS: usize = 64;
@@ -443,4 +443,14 @@ pub(crate) const fn check_tp_size(tree: &Tree, ranks: usize) {
         panic!("`tp_size` is the number of tensor-parallel ranks: at least 1, got 0");
     }
     descent::check_tp_size(tree, &Path::ROOT, &Inherited::NONE, ranks);
+}
+
+/// Checks a field that has a declared shape and a placement of its own; see [`crate::engine::check_tp_field`].
+#[track_caller]
+pub(crate) const fn check_tp_field(field: &Field, ranks: usize) {
+    if let Some(leaf) = Inherited::NONE.field(field).leaf()
+        && ranks > 0
+    {
+        leaf.check_tp(ranks, &Path::ROOT.field(field.name));
+    }
 }

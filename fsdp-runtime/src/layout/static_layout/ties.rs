@@ -152,7 +152,11 @@ impl Ties {
         match *tree {
             Tree::Param => {
                 if let Some(open) = open {
-                    self.add(open.resolve(model, path, first));
+                    let tie = open.resolve(model, path, first);
+                    if tie.source == tie.target {
+                        Message::new().text("parameter `").path(path).text("` is tied to itself").fail()
+                    }
+                    self.add(tie);
                 }
             }
             Tree::Fields(fields) => {
