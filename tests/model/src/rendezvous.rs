@@ -277,7 +277,7 @@ fn time_outs(ranks: usize) {
         let CommError::TimedOut { missing, message, .. } = error else { panic!("{error}") };
         assert!((1..ranks).contains(&missing.len()), "{error}, missing {missing:?}");
         if message.contains("waits for an earlier collective of the same rank") {
-            let (_, seen) = message.split_once("channel `gather`: ").expect("where the rank was seen");
+            let (_, seen) = message.rsplit_once("channel `gather`: ").expect("where the rank was seen");
             let seen = seen.split(';').next().unwrap_or(seen);
             assert!(!seen.ends_with("done"), "nothing to wait for: {error}");
         }
