@@ -120,6 +120,27 @@ fn every_collective(world: World) -> Result<(), CommError> {
     comm.host_barrier(tag("end"))
 }
 
+/// Ranks return with collectives under way on their streams: these are finished all the same.
+pub fn streams_outlive_the_ranks_code(schedules: usize) {
+    check(schedules, || {
+        let done = Arc::new(AtomicUsize::new(0));
+        let launched = launch(3, |world| {
+            let (comm, stream) = (world.communicator(), CpuStream::spawn("gather"));
+            for _ in 0..2 {
+                let part = Gather { send: buffer(1), recv: buffer(3) };
+                comm.all_gather(&*stream, tag("all"), vec![part])?;
+            }
+            let done = done.clone();
+            stream.submit(Box::new(move || {
+                done.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }))
+        });
+        launched.unwrap();
+        assert_eq!(done.load(Ordering::Relaxed), 3);
+    });
+}
+
 /// All schedules of two ranks that meet once: how many there are.
 pub fn two_ranks_meet_in_every_schedule() -> usize {
     check_all(|| {
@@ -140,6 +161,9 @@ pub fn a_failure_wakes_in_every_schedule() -> usize {
         let other = shuttle::thread::spawn(move || world.fail(1, "failed"));
         let error = zero.host_barrier(tag("barrier")).unwrap_err();
         assert!(matches!(error, CommError::RankFailed { rank: 0, failed: 1, .. }));
+        // For good, and for groups that the failed rank is not in.
+        let alone = zero.split("alone", &[0]).unwrap();
+        assert!(alone.host_barrier(tag("barrier")).is_err());
         other.join().unwrap();
     })
 }
@@ -149,6 +173,8 @@ pub fn a_failure_wakes_in_every_schedule() -> usize {
 enum Fault {
     Panic,
     Fail,
+    /// It fails with a collective under way that the others, who wait for it elsewhere, have not come to.
+    FailAhead,
     ReturnEarly,
     /// It calls the next collective with another tag.
     Disagree,
@@ -160,9 +186,10 @@ enum Fault {
     PanicAtWork,
 }
 
-const FAULTS: [Fault; 7] = [
+const FAULTS: [Fault; 8] = [
     Fault::Panic,
     Fault::Fail,
+    Fault::FailAhead,
     Fault::ReturnEarly,
     Fault::Disagree,
     Fault::DisagreeOnGroup,
@@ -247,8 +274,14 @@ fn time_outs(ranks: usize) {
         outcomes.iter().flatten().filter_map(|outcome| outcome.as_ref().err()).collect();
     assert_eq!(launched.is_err(), !errors.is_empty(), "{launched:?}, but ranks ended with {outcomes:?}");
     for error in errors {
-        let CommError::TimedOut { missing, .. } = error else { panic!("{error}") };
+        let CommError::TimedOut { missing, message, .. } = error else { panic!("{error}") };
         assert!((1..ranks).contains(&missing.len()), "{error}, missing {missing:?}");
+        if message.contains("waits for an earlier collective of the same rank") {
+            let (_, seen) = message.rsplit_once("channel `gather`: ").expect("where the rank was seen");
+            let seen = seen.split(';').next().unwrap_or(seen);
+            let left = seen.starts_with("#2 ") && seen.ends_with("done");
+            assert!(!left, "nothing to wait for: {error}");
+        }
     }
     assert_done(&log.done, "time-outs", None);
 }
@@ -278,6 +311,12 @@ fn steps(world: World, plan: Option<Plan>, done: &Arc<[AtomicUsize; 3]>) -> Resu
         match fault {
             Some(Fault::Panic) => resume_unwind(Box::new("planned")),
             Some(Fault::Fail) => return Err(failure()),
+            Some(Fault::FailAhead) => {
+                let part = Gather { send: own, recv: all };
+                gather.all_gather(&*gathers, tag(name), vec![part])?;
+                log(&gathers, 1)?;
+                return Err(failure());
+            }
             Some(Fault::ReturnEarly) => return Ok(()),
             Some(Fault::Disagree) => name = "other",
             // There is one group to ask for.
@@ -301,6 +340,11 @@ fn steps(world: World, plan: Option<Plan>, done: &Arc<[AtomicUsize; 3]>) -> Resu
                 let part = Gather { send: own, recv: all };
                 gather.all_gather(&*gathers, tag(name), vec![part])?;
                 log(&gathers, 1)?;
+                if step == 3 {
+                    // Behind what the stream still has to do on the channel.
+                    gather.host_barrier(tag(name))?;
+                    done[1].fetch_add(1, Ordering::Relaxed);
+                }
             }
             1 => {
                 let part = Reduce { send: all, recv: own, scale: 1.0, accumulate: Accumulate::Overwrite };
@@ -317,8 +361,11 @@ fn steps(world: World, plan: Option<Plan>, done: &Arc<[AtomicUsize; 3]>) -> Resu
             }
             _ => {
                 comm.duplicate(group);
-                gathers.record().synchronize()?;
-                reduces.record().synchronize()?;
+                // A rank may not look at what became of its streams: its peers are told all the same.
+                if plan.is_none_or(|plan| plan.fault != Fault::FailedStream) {
+                    gathers.record().synchronize()?;
+                    reduces.record().synchronize()?;
+                }
                 comm.host_barrier(tag(name))?;
                 done[0].fetch_add(1, Ordering::Relaxed);
             }

@@ -4,25 +4,25 @@ use fsdp_model_check::pipelines::{fail_together, train};
 
 #[test]
 fn two_ranks_train() {
-    train(2, 1, 4000);
+    train(2, 1, 1000);
 }
 
 #[test]
 fn two_outer_ranks_train() {
-    train(1, 2, 2000);
+    train(1, 2, 500);
 }
 
 #[test]
 fn two_by_two_ranks_train() {
-    train(2, 2, 1000);
+    train(2, 2, 250);
 }
 
 #[test]
 fn four_ranks_train() {
-    train(4, 1, 500);
+    train(4, 1, 250);
 }
 
 #[test]
 fn a_rank_that_fails_ends_the_other() {
-    fail_together(1000);
+    fail_together(500);
 }

@@ -23,6 +23,11 @@ fn collectives_of_three_ranks_are_exact() {
 }
 
 #[test]
+fn collectives_under_way_outlive_the_ranks_code() {
+    streams_outlive_the_ranks_code(1000);
+}
+
+#[test]
 fn a_fault_reaches_both_ranks() {
     a_fault_reaches_every_rank(2, 4000);
 }

@@ -117,7 +117,9 @@ unsafe fn copy(source: &Slice, target: &Slice) {
 
 impl Communicator for LocalComm {
     fn rank(&self) -> usize {
-        self.endpoint.index
+        // Of this group: the endpoint's `rank` is the one in the world.
+        let Endpoint { index, .. } = &*self.endpoint;
+        *index
     }
 
     fn size(&self) -> usize {

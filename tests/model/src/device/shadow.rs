@@ -54,10 +54,11 @@ impl Shadow {
         }
         let task = usize::from(current::me());
         let clock = current::clock();
+        let clock: &[u32] = &clock;
         let seen = |access: &Access| {
-            access.task == task || clock.iter().nth(access.task).is_some_and(|time| *time >= access.time)
+            access.task == task || clock.get(access.task).is_some_and(|time| *time >= access.time)
         };
-        let time = clock.iter().nth(task).map_or(0, |time| time + 1);
+        let time = clock.get(task).map_or(0, |time| time + 1);
         let mut accesses = self.accesses.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let overlaps = |access: &Access| access.bytes.start < bytes.end && bytes.start < access.bytes.end;
         for access in accesses.iter().filter(|access| overlaps(access)) {

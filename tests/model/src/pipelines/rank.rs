@@ -111,9 +111,11 @@ impl Rank {
             Mode::Always => Reshard::Always,
             Mode::Never => Reshard::Never,
             Mode::Within => Reshard::Within(neighbours.clone()),
-            Mode::Mixed if unit % 3 == 0 => Reshard::Always,
-            Mode::Mixed if unit % 3 == 1 => Reshard::Within(neighbours.clone()),
-            Mode::Mixed => Reshard::Never,
+            Mode::Mixed => match unit % 3 {
+                0 => Reshard::Always,
+                1 => Reshard::Within(neighbours.clone()),
+                _ => Reshard::Never,
+            },
         };
         let gather_units = layout.units.iter().enumerate().map(|(index, unit)| GatherUnit {
             path: unit.path.as_str().into(),
@@ -198,7 +200,11 @@ impl Rank {
         sync: Sync,
         cut: Option<usize>,
     ) -> Result<bool, CommError> {
-        self.forward_pass(forward, true)?;
+        let whole_root = self.forward_pass(forward, true)?;
+        if self.setting.settle {
+            self.reduce.finish()?;
+            self.gather.reset()?;
+        }
         self.gather.backward_order.begin();
         let root = self.open(ROOT)?;
         self.add_gradients(root, microbatch, &mut false)?;
@@ -212,6 +218,7 @@ impl Rank {
             }
             self.backward(at, microbatch, sync, &mut pending, &mut written)?;
         }
+        self.check_weights(ROOT, &whole_root)?;
         self.reduce.reduce(&self.groups, ROOT, sync, self.moment(Phase::Backward))?;
         if sync == Sync::Step {
             self.reduce.reduce_remaining(&self.groups, self.moment(Phase::Backward))?;
@@ -231,8 +238,8 @@ impl Rank {
         self.gather.reset()
     }
 
-    /// A forward; the root stays whole after one of training.
-    fn forward_pass(&mut self, forward: &[Use], training: bool) -> Result<(), CommError> {
+    /// A forward. Returns the root's weights, which stay whole after one of training.
+    fn forward_pass(&mut self, forward: &[Use], training: bool) -> Result<Vec<Slice>, CommError> {
         if self.setting.unshard {
             self.gather.start(&self.groups, forward[0].unit, self.moment(Phase::Forward))?;
         }
@@ -246,7 +253,7 @@ impl Rank {
         if !training {
             self.gather.release(ROOT)?;
         }
-        Ok(())
+        Ok(root)
     }
 
     fn forward(&mut self, at: &Use, pass: Option<Pass>, training: bool) -> Result<(), CommError> {

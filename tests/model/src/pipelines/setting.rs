@@ -75,6 +75,9 @@ pub(super) struct Setting {
     pub recompute: bool,
     /// The first gather is asked for ahead of the forward.
     pub unshard: bool,
+    /// Between forward and backward all reductions are waited for and weights not in use are given up, as where
+    /// the norm of the gradients is asked for.
+    pub settle: bool,
     pub updates: [Update; 2],
     /// The first step is given up in its backward, after so many uses.
     pub cut: Option<usize>,
@@ -128,6 +131,7 @@ impl Setting {
             evaluate: choose(4) == 0,
             recompute: choose(2) == 0,
             unshard: choose(4) == 0,
+            settle: choose(4) == 0,
             updates: [choose_of(&updates), choose_of(&updates)],
             cut: (choose(6) == 0).then(|| choose(3)),
         }
