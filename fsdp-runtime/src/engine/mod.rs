@@ -9,6 +9,7 @@ mod forward;
 mod fsdp;
 mod full;
 mod full_params;
+mod history;
 mod module;
 mod optimizer;
 mod param;

@@ -91,6 +91,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             ((0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect(), state.grad_scale)
         };
         let at = StepInfo { step: self.steps, grad_scale };
+        let with = engine.units.iter().zip(&with_gradient);
+        let units = with.filter(|(unit, with)| **with && !unit.groups.is_empty()).count();
+        engine.note_event(format!(
+            "after step {} by {}, with gradients in {units} units scaled by {grad_scale}",
+            self.steps,
+            self.rule.describe()
+        ));
         for (group, states) in engine.groups.iter().zip(&self.states) {
             let Some(grads) = group.main_grad.as_ref().filter(|_| with_gradient[group.layout.key.unit])
             else {
