@@ -143,6 +143,11 @@ pub trait Communicator: Send + Sync {
     /// Every rank's `bytes` (of any length), by rank; blocks.
     fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError>;
 
+    /// Says in what state this rank is, in words: all ranks of the group must say the same at the same place among
+    /// their calls. Nothing is sent. A backend that compares tags compares the states too: ranks whose states differ
+    /// get an error that tells them, from the next collective of this communicator or of one made of it.
+    fn note(&self, _state: &str) {}
+
     /// Traffic of this rank so far, by operation, all duplicates of the communicator together.
     fn counters(&self) -> Vec<(&'static str, CommCounter)>;
 }

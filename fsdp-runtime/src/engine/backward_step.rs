@@ -89,7 +89,9 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
         if first {
             engine.report_missing_gradients()?;
         }
-        DueStep::new(&engine, at, start).finish()
+        let due = DueStep::new(&engine, at, start);
+        self.note(&due);
+        due.finish()
     }
 }
 

@@ -77,6 +77,8 @@ pub(crate) struct State {
     pub step: u64,
     /// What is reduced after the next backward.
     pub sync: Sync,
+    /// The last change of the weights or of the step's gradients that was not their reduction, in words.
+    pub event: String,
     /// A microbatch was run that reduces nothing.
     pub kept_gradients: bool,
     /// The root is unsharded from a forward on, until its backward.
@@ -162,6 +164,7 @@ impl Engine {
             training: TrainingState::Idle,
             step: 0,
             sync: Sync::Step,
+            event: "before the first step".into(),
             kept_gradients: false,
             root_held: false,
             weights_version: 0,
@@ -175,7 +178,9 @@ impl Engine {
             grad_norm: None,
             unit_step: None,
         };
-        Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) })
+        let engine = Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) });
+        engine.note_state();
+        engine
     }
 
     pub(crate) fn id(&self) -> usize {

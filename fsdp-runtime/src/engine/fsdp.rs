@@ -208,7 +208,7 @@ impl<M> Fsdp<M> {
     /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce among the
     /// inner ranks in every microbatch, ZeRO-0 and 1 only in the last; the outer ranks' reduction is in the last.
     pub fn set_is_last_microbatch(&self, last: bool) {
-        self.engine.state.lock().sync = if last { Sync::Step } else { Sync::Microbatch };
+        self.engine.set_sync(if last { Sync::Step } else { Sync::Microbatch });
     }
 
     /// Until the guard is dropped, backwards reduce nothing: whole gradients stay on the rank, and the next
@@ -218,9 +218,8 @@ impl<M> Fsdp<M> {
     /// they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
     /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
-        let mut state = self.engine.state.lock();
-        (state.sync, state.kept_gradients) = (Sync::Nothing, true);
-        drop(state);
+        self.engine.state.lock().kept_gradients = true;
+        self.engine.set_sync(Sync::Nothing);
         NoSync { engine: &self.engine }
     }
 
@@ -335,7 +334,9 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// A failure of the streams or of the ranks, which nothing undoes.
     pub fn reset_step(&self) -> Result<()> {
-        Ok(self.engine.reset_step()?)
+        self.engine.reset_step()?;
+        self.engine.note_event(format!("after a reset in step {}", self.step_count()));
+        Ok(())
     }
 
     /// Names of the trainable parameters that got no gradient on any rank since the last optimizer step: a
@@ -366,6 +367,7 @@ impl<M> Fsdp<M> {
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         self.engine.settle()?;
+        self.engine.note_event(format!("after a load in step {}", self.step_count()));
         self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
     }
 
@@ -410,7 +412,7 @@ pub struct NoSync<'a> {
 
 impl Drop for NoSync<'_> {
     fn drop(&mut self) {
-        self.engine.state.lock().sync = Sync::Step;
+        self.engine.set_sync(Sync::Step);
     }
 }
 

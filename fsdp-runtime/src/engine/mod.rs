@@ -11,6 +11,7 @@ mod forward;
 mod fsdp;
 mod full;
 mod full_params;
+mod history;
 mod loss_scale;
 mod module;
 mod optimizer;

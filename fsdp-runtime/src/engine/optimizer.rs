@@ -194,7 +194,21 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.count_step();
         let start = trace::now();
         let grad_scale = engine.state.lock().grad_scale;
-        Ok(DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start))
+        let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start);
+        self.note(&due);
+        Ok(due)
+    }
+
+    /// Lets the ranks compare the step, of which no collective tells.
+    pub(crate) fn note(&self, due: &DueStep) {
+        let units = due.engine.units.iter().zip(&due.with_gradient);
+        let units = units.filter(|(unit, with)| **with && !unit.groups.is_empty()).count();
+        due.engine.note_event(format!(
+            "after step {} by {}, with gradients in {units} units scaled by {}",
+            due.at.step,
+            self.rule.describe(),
+            due.at.grad_scale
+        ));
     }
 
     pub(crate) fn check(&self, engine: &Engine) -> Result<()> {

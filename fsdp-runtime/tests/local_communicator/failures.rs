@@ -389,3 +389,22 @@ fn arguments_that_do_not_fit_are_errors() {
     let error = invalid(|comm, stream| comm.broadcast(stream, tag("u", 0), f32s(7), 2));
     assert!(error.ends_with("there is no rank 2 among 2 ranks"), "{error}");
 }
+
+#[test]
+fn states_that_were_noted_must_agree_on_what_was_made_of_a_communicator() {
+    let (errors, _) = fails(2, |world| {
+        let comm = world.communicator().duplicate("model");
+        let gather = comm.duplicate("gather");
+        comm.note("in step 3");
+        gather.host_barrier(tag("u", 0))?;
+        comm.note(["in step 4", "in step 5"][world.rank()]);
+        // Nothing was said of the others.
+        world.communicator().host_barrier(tag("u", 0))?;
+        gather.host_barrier(tag("u", 0))
+    });
+    all_same(
+        &errors,
+        "collective #2 of channel `model/gather` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank \
+         1 in host-barrier of `u` (forward, step 0, 0 B): rank 0 is in step 4; rank 1 is in step 5",
+    );
+}

@@ -176,38 +176,45 @@ fn unsharding_alone() {
 #[test]
 fn no_sync_alone() {
     for strategy in Strategy::ALL {
-        let ends = at_once(
-            3,
-            instead_of_a_step(strategy, |training| {
-                let guard = training.model.no_sync();
-                training.microbatch(&Plan::default())?;
-                drop(guard);
-                training.optimize()
-            }),
-        );
-        let operation = if strategy == Strategy::NoShard { "all-reduce" } else { "reduce-scatter" };
-        let parts = ["differs", operation, "of unit `layers.", "backward", "optimizer", "rank 1"];
-        ends.every_rank_says(&parts);
+        let unsynced = |training: &mut Training| {
+            let guard = training.model.no_sync();
+            training.microbatch(&Plan::default())?;
+            drop(guard);
+            training.optimize()
+        };
+        let ends = at_once(3, instead_of_a_step(strategy, unsynced));
+        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 2", "rank 1"]);
+        ends.every_rank_says(if strategy == Strategy::NoShard {
+            &["all-reduce", "(backward", "(optimizer"]
+        } else {
+            &["all-gather", "in a microbatch under `no_sync`", "in the last microbatch"]
+        });
     }
 }
 
 #[test]
 fn no_sync_alone_in_one_microbatch_of_two() {
-    let ends = in_time(3, |world| {
-        let mut training = Training::begun(&world.data_parallel_mesh(), &config(Strategy::default()))?;
-        let guard = (world.rank() == 1).then(|| training.model.no_sync());
-        training.microbatch(&Plan::default())?;
-        drop(guard);
-        training.microbatch(&Plan::default())?;
-        training.optimize()?;
-        training.go_on()
-    });
-    ends.every_rank_says(&["of unit `layers.", "step 2", "rank 1"]);
+    for strategy in [Strategy::OptimGrads, Strategy::OptimGradsParams] {
+        let ends = at_once(3, |world| {
+            let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+            let guard = (world.rank() == 1).then(|| training.model.no_sync());
+            training.microbatch(&Plan::default())?;
+            drop(guard);
+            training.microbatch(&Plan::default())?;
+            training.optimize()?;
+            training.go_on()
+        });
+        ends.every_rank_says(&[
+            "all-gather of unit `layers.0` (forward, step 2",
+            "under `no_sync`",
+            "rank 1 ",
+        ]);
+    }
 }
 
 #[test]
 fn the_last_microbatch_called_so_by_one_rank_only() {
-    for strategy in [Strategy::NoShard, Strategy::Optim] {
+    for strategy in Strategy::ALL {
         let ends = at_once(3, |world| {
             let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
             training.model.set_is_last_microbatch(world.rank() == 1);
@@ -215,7 +222,67 @@ fn the_last_microbatch_called_so_by_one_rank_only() {
             training.optimize()?;
             training.go_on()
         });
-        let operation = if strategy == Strategy::NoShard { "all-reduce" } else { "reduce-scatter" };
-        ends.every_rank_says(&["differs", operation, "`layers.", "backward", "optimizer", "rank 1"]);
+        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 2", "rank 1"]);
+        ends.every_rank_says(if strategy == Strategy::NoShard {
+            &["all-reduce", "(backward", "(optimizer"]
+        } else {
+            &["all-gather", "in a microbatch that is not the last", "in the last microbatch"]
+        });
+    }
+}
+
+/// Rank 1 of 3 does `deviate` between two steps, which no collective carries; the next one tells.
+#[track_caller]
+fn is_told(
+    strategy: Strategy,
+    deviate: impl Fn(&mut Training) -> fsdp::Result<()> + Send + Sync,
+    parts: &[&str],
+) {
+    let ends = at_once(3, |world| {
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+        if world.rank() == 1 {
+            deviate(&mut training)?;
+        }
+        training.go_on()
+    });
+    ends.every_rank_says(&["differs: rank ", "of unit `layers.", "rank 1 is "]).every_rank_says(parts);
+}
+
+#[test]
+fn a_learning_rate_set_alone() {
+    for strategy in Strategy::ALL {
+        let set = |training: &mut Training| {
+            training.optimizer.set_learning_rate(0.5);
+            Ok(())
+        };
+        is_told(
+            strategy,
+            set,
+            &["rank 1 is after step 3 by optimizer sgd, learning rate 0.5", "learning rate 0.001"],
+        );
+    }
+}
+
+#[test]
+fn weights_loaded_alone() {
+    for strategy in Strategy::ALL {
+        let load = |training: &mut Training| training.model.load_weights(|_, _, _| Ok(()));
+        is_told(strategy, load, &["rank 1 is after a load in step 2", "is after step 2 by optimizer sgd"]);
+    }
+}
+
+#[test]
+fn a_step_reset_alone() {
+    for strategy in Strategy::ALL {
+        let reset = |training: &mut Training| training.model.reset_step();
+        is_told(strategy, reset, &["rank 1 is after a reset in step 2", "is after step 2 by optimizer sgd"]);
+        // Its gradients are gone, and with them its part of the step.
+        let reset = |training: &mut Training| {
+            training.microbatch(&Plan::default())?;
+            training.model.reset_step()?;
+            training.optimize()
+        };
+        let ends = at_once(3, instead_of_a_step(strategy, reset));
+        ends.every_rank_says(&["rank 1 is after step 3", "gradients in 0 units", "gradients in 4 units"]);
     }
 }

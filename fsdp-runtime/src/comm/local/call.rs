@@ -1,6 +1,7 @@
 //! What a collective is: the part that ranks compare, and its words in messages.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::comm::{Accumulate, Gather, HostOp, Reduce, Tag};
 use crate::device::Slice;
@@ -114,8 +115,13 @@ pub(super) struct Call {
     pub(super) tag: Tag,
     /// Bytes of the whole buffers, for messages.
     pub(super) bytes: usize,
+    /// What the rank has noted of itself, see [`Communicator::note`](crate::comm::Communicator::note).
+    pub(super) notes: Notes,
     parts: Vec<Part>,
 }
+
+/// Notes on a communicator and on those that it was made of, the first one first; only those that say something.
+pub(super) type Notes = Vec<Arc<str>>;
 
 impl Call {
     pub(super) fn all_gather(tag: Tag, parts: &[Gather]) -> Call {
@@ -123,6 +129,7 @@ impl Call {
             op: Op::AllGather,
             tag,
             bytes: parts.iter().map(|part| part.recv.bytes()).sum(),
+            notes: Notes::new(),
             parts: parts
                 .iter()
                 .map(|part| Part { send: Side::of(&part.send), recv: Side::of(&part.recv), reduction: None })
@@ -135,6 +142,7 @@ impl Call {
             op: Op::ReduceScatter,
             tag,
             bytes: parts.iter().map(|part| part.send.bytes()).sum(),
+            notes: Notes::new(),
             parts: parts
                 .iter()
                 .map(|part| Part {
@@ -151,6 +159,7 @@ impl Call {
             op: Op::AllReduce,
             tag,
             bytes: parts.iter().map(|(data, _)| data.bytes()).sum(),
+            notes: Notes::new(),
             parts: parts
                 .iter()
                 .map(|(data, scale)| Part {
@@ -168,12 +177,13 @@ impl Call {
             op: Op::Broadcast { root },
             tag,
             bytes: data.bytes(),
+            notes: Notes::new(),
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
 
     pub(super) fn host_barrier(tag: Tag) -> Call {
-        Call { op: Op::HostBarrier, tag, bytes: 0, parts: Vec::new() }
+        Call { op: Op::HostBarrier, tag, bytes: 0, notes: Notes::new(), parts: Vec::new() }
     }
 
     pub(super) fn host_reduce(tag: Tag, op: HostOp, values: &[f64]) -> Call {
@@ -182,12 +192,13 @@ impl Call {
             op: Op::HostReduce(op),
             tag,
             bytes: size_of_val(values),
+            notes: Notes::new(),
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
 
     pub(super) fn host_gather(tag: Tag, bytes: &[u8]) -> Call {
-        Call { op: Op::HostGather, tag, bytes: bytes.len(), parts: Vec::new() }
+        Call { op: Op::HostGather, tag, bytes: bytes.len(), notes: Notes::new(), parts: Vec::new() }
     }
 
     /// `all-gather of unit `layers.1` (forward, step 3, 4096 B)`.
@@ -198,7 +209,7 @@ impl Call {
 
     /// Whether two ranks do the same, in the same optimizer step: a rank that has skipped one has other weights.
     pub(super) fn agrees_with(&self, other: &Call) -> bool {
-        self.same_name(other) && self.parts == other.parts
+        self.same_name(other) && self.parts == other.parts && self.notes == other.notes
     }
 
     fn same_name(&self, other: &Call) -> bool {
@@ -209,6 +220,14 @@ impl Call {
     pub(super) fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
         let mut text = format!("rank {rank} is in {self}, rank {other_rank} in {other}");
         if self.same_name(other) {
+            if self.parts == other.parts {
+                let say = |call: &Call| match call.notes.as_slice() {
+                    [] => "in no state that it has noted".to_owned(),
+                    notes => notes.join("; "),
+                };
+                let (ours, theirs) = (say(self), say(other));
+                return format!("{text}: rank {rank} is {ours}; rank {other_rank} is {theirs}");
+            }
             let differing = self.parts.iter().zip(&other.parts).enumerate().find(|(_, (a, b))| a != b);
             text += &match differing {
                 Some((i, (a, b))) => format!(": part {i} is {a} on rank {rank}, {b} on rank {other_rank}"),

@@ -128,7 +128,8 @@ impl Communicator for LocalComm {
 
     fn duplicate(&self, name: &str) -> Arc<dyn Communicator> {
         let Endpoint { world, channel, index, members, .. } = &*self.endpoint;
-        Arc::new(LocalComm::new(world.child(*channel, *index, name, members.clone())))
+        let child = world.child(*channel, *index, name, members.clone());
+        Arc::new(LocalComm::new(child.made_of(&self.endpoint)))
     }
 
     fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
@@ -146,7 +147,8 @@ impl Communicator for LocalComm {
             return Err(CommError::Invalid { rank: *rank, message });
         }
         let members = ranks.iter().map(|rank| members[*rank]).collect();
-        Ok(Arc::new(LocalComm::new(world.child(*channel, *index, name, members))))
+        let child = world.child(*channel, *index, name, members);
+        Ok(Arc::new(LocalComm::new(child.made_of(&self.endpoint))))
     }
 
     fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
@@ -298,6 +300,10 @@ impl Communicator for LocalComm {
         drop(meeting);
         self.endpoint.count(op, gathered.iter().map(Vec::len).sum::<usize>() - own);
         Ok(gathered)
+    }
+
+    fn note(&self, state: &str) {
+        self.endpoint.note(state);
     }
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {

@@ -19,7 +19,7 @@ use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::device::Slice;
-use crate::sync::{Condvar, Instant, MutexGuard};
+use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// What one rank brings into a collective.
 pub(super) struct Arrival {
@@ -46,6 +46,8 @@ pub(super) struct Endpoint {
     /// This rank's index in the channel.
     pub(super) index: usize,
     changed: Arc<Condvar>,
+    /// This rank's notes here, and on the channels that this one was made of.
+    notes: Vec<Arc<Mutex<Arc<str>>>>,
     pub(super) called: AtomicU64,
 }
 
@@ -54,7 +56,21 @@ impl Endpoint {
     pub(super) fn new(world: Arc<LocalWorld>, channel: usize, state: &Channel, index: usize) -> Self {
         let (members, changed) = (state.members.clone(), state.changed.clone());
         let rank = members[index];
-        Endpoint { world, channel, rank, members, index, changed, called: AtomicU64::new(0) }
+        let notes = vec![Arc::new(Mutex::new("".into()))];
+        Endpoint { world, channel, rank, members, index, changed, notes, called: AtomicU64::new(0) }
+    }
+
+    /// The same, made of `parent`: what is noted there counts here.
+    pub(super) fn made_of(mut self, parent: &Endpoint) -> Endpoint {
+        self.notes.splice(0..0, parent.notes.iter().cloned());
+        self
+    }
+
+    /// Notes the rank's state.
+    pub(super) fn note(&self, state: &str) {
+        if let Some(own) = self.notes.last() {
+            *own.lock() = state.into();
+        }
     }
 
     /// Counts a collective that is done.
@@ -63,7 +79,8 @@ impl Endpoint {
     }
 
     /// Takes the next place in the order of this rank's calls.
-    pub(super) fn ticket(self: &Arc<Self>, call: Call) -> Ticket {
+    pub(super) fn ticket(self: &Arc<Self>, mut call: Call) -> Ticket {
+        call.notes.extend(self.notes.iter().map(|note| note.lock().clone()).filter(|note| !note.is_empty()));
         self.shake(Place::Call);
         let number = self.called.fetch_add(1, Ordering::Relaxed);
         Ticket { endpoint: self.clone(), number, call: Some(call) }
