@@ -17,6 +17,8 @@ mod mixed_precision;
 mod optimizer_state;
 mod overlap;
 mod recompute;
+mod reference;
 mod resharding;
 mod scaling;
 mod tied;
+mod training_parity;

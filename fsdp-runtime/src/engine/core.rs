@@ -82,8 +82,10 @@ pub(crate) struct State {
     root_held: bool,
     /// Counts changes of the weights: a backward must see those of its forward.
     weights_version: u64,
-    /// The version the pending forward saw, if there is one.
+    /// The version the pending forwards saw, if there are any.
     forward_version: Option<u64>,
+    /// Training forwards that saw it and whose backward may be to come.
+    pending_forwards: usize,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
@@ -152,6 +154,7 @@ impl Engine {
             root_held: false,
             weights_version: 0,
             forward_version: None,
+            pending_forwards: 0,
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
             first_sample: None,
@@ -263,7 +266,11 @@ impl Engine {
                 state.gather.forward_order.end();
             }
             if training && complete {
-                state.forward_version = Some(state.weights_version);
+                let version = state.weights_version;
+                if state.forward_version.replace(version) != Some(version) {
+                    state.pending_forwards = 0;
+                }
+                state.pending_forwards += 1;
             }
             if training && complete && !state.root_held {
                 state.root_held = true;
@@ -389,8 +396,8 @@ impl Engine {
     }
 
     /// A backward of the whole model begins; the root's sinks are open.
-    pub(crate) fn begin_backward(&self) -> Result<()> {
-        {
+    pub(crate) fn begin_backward(self: &Arc<Self>) -> Result<()> {
+        let root_held = {
             let mut state = self.state.lock();
             if state.training != TrainingState::Idle {
                 return Err(Error::Usage("backward was called inside a forward or a backward".into()));
@@ -398,7 +405,7 @@ impl Engine {
             if state.forward_version.is_some_and(|version| version != state.weights_version) {
                 return Err(Error::Usage(WEIGHTS_CHANGED.into()));
             }
-            if !state.root_held {
+            if state.pending_forwards == 0 {
                 return Err(Error::Usage(
                     "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
                 ));
@@ -418,8 +425,17 @@ impl Engine {
             // A clipping factor is that of the gradients it was computed from.
             state.grad_scale = 1.0;
             state.gather.backward_order.begin();
-        }
-        self.open_gradients(ROOT).inspect_err(|_| self.state.lock().training = TrainingState::Idle)?;
+            state.root_held
+        };
+        let begun = if root_held { Ok(()) } else { self.hold_root() };
+        let begun = begun.and_then(|()| Ok(self.open_gradients(ROOT)?));
+        begun.inspect_err(|_| self.state.lock().training = TrainingState::Idle)
+    }
+
+    /// Makes the root whole for a backward: that of an earlier forward has given it up.
+    fn hold_root(self: &Arc<Self>) -> Result<()> {
+        self.enter(ROOT, Phase::Backward)?.hold();
+        self.state.lock().root_held = true;
         Ok(())
     }
 
@@ -438,7 +454,10 @@ impl Engine {
         }
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
-        state.forward_version = None;
+        state.pending_forwards -= 1;
+        if state.pending_forwards == 0 {
+            state.forward_version = None;
+        }
         Self::release_root(state);
         Ok(())
     }
@@ -471,7 +490,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.reduce.abandon();
-        state.forward_version = None;
+        (state.forward_version, state.pending_forwards) = (None, 0);
         Self::release_root(state);
         state.training = TrainingState::Idle;
         let finished = state.reduce.finish();
