@@ -3,13 +3,16 @@
 mod accumulation;
 mod aliasing;
 mod boundary;
+mod boundary_values;
 mod clipping;
 mod declarations;
 mod dropout;
+mod event_order;
 mod failures;
 mod fixtures;
 mod frozen_and_unused;
 mod full_params;
+mod grad_accumulation;
 mod hsdp;
 mod layout_and_padding;
 mod memory;
