@@ -350,6 +350,7 @@ fn a_dropped_model_is_gone_once_its_losses_are() {
 
     impl Forward for Alive {
         fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+            assert!(std::sync::Arc::strong_count(&self.alive) > 0);
             (x * self.w.tensor(scope)?)?.sum_all()
         }
     }

@@ -11,8 +11,8 @@ pub const LEARNING_RATE: f64 = 1e-2;
 /// `tanh(x w + b)`
 #[derive(FsdpUnit)]
 pub struct Layer {
-    w: Param,
-    b: Param,
+    pub w: Param,
+    pub b: Param,
 }
 
 impl Layer {

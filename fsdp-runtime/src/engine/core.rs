@@ -205,6 +205,11 @@ impl Engine {
         Error::Unit { rank, unit, phase, step, message: message.into() }
     }
 
+    /// Which pass is under way: recomputation is part of the backward.
+    pub(crate) fn phase(&self) -> Phase {
+        if self.state.lock().training == TrainingState::Backward { Phase::Backward } else { Phase::Forward }
+    }
+
     /// Keeps the first error that has to travel through the tensor library, whose own error type holds only
     /// text.
     pub(crate) fn note_failure(&self, error: Error) -> candle_core::Error {
