@@ -64,8 +64,11 @@ impl Case {
         cases.retain(|case| {
             let cut_by_outer = case.outer_strategy == OuterStrategy::Optim;
             let nothing_to_cut = case.outer == 1 || !case.effective().shards_optim();
-            let nothing_to_reshard = case.reshard != Always && !case.effective().shards_params();
-            !(cut_by_outer && nothing_to_cut || nothing_to_reshard)
+            let no_pool = !case.effective().shards_params();
+            let nothing_to_reshard = no_pool && (case.reshard != Always || case.double_buffer);
+            let alike =
+                case.inner == 1 && ![Strategy::NoShard, Strategy::OptimGradsParams].contains(&case.strategy);
+            !(cut_by_outer && nothing_to_cut || nothing_to_reshard || alike)
         });
         cases
     }

@@ -27,6 +27,7 @@ mod recovery;
 mod reference;
 mod resharding;
 mod scaling;
+mod sixteen_bit_training;
 mod tied;
 mod training_parity;
 mod whole_and_sharded;

@@ -97,8 +97,8 @@ pub fn adam() -> AdamW {
 }
 
 /// Trains `layers` on plain candle: `steps` of Adam on the mean of the losses over the ranks, summed over
-/// microbatches. `inputs[step]` holds one input for each microbatch and rank, microbatches outermost. Changes
-/// `weights`; returns the losses in the order of the inputs.
+/// microbatches. `inputs[step]` holds one input for each microbatch and rank, microbatches outermost. Passes run in the
+/// inputs' dtype; weights and sums keep f32. Changes `weights`; returns the losses in the order of the inputs.
 pub fn train(
     repeats: &[usize],
     weights: &mut Weights,
@@ -111,7 +111,8 @@ pub fn train(
         let vars: BTreeMap<&String, Var> = weights
             .iter()
             .map(|(name, (shape, values))| {
-                Ok((name, Var::from_vec(values.clone(), shape.as_slice(), &Device::Cpu)?))
+                let values = Tensor::from_slice(values, shape.as_slice(), &Device::Cpu)?;
+                Ok((name, Var::from_tensor(&values.to_dtype(inputs[0].dtype())?)?))
             })
             .collect::<Result<_>>()?;
         let var = |name: &str| vars[&name.to_string()].as_tensor();
@@ -125,7 +126,7 @@ pub fn train(
                 }
             }
             let loss = x.sqr()?.sum(1)?.mean_all()?;
-            losses.push(loss.to_scalar::<f32>()?);
+            losses.push(loss.to_dtype(DType::F32)?.to_scalar()?);
             let grads = loss.backward()?;
             for (name, var) in &vars {
                 let grad = grads.get(var.as_tensor()).expect("every parameter is used");

@@ -6,7 +6,7 @@ use std::time::Duration;
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor};
 use fsdp::prelude::*;
 
-use crate::fixtures::{Dot, config, full, gradients, named, on_ranks};
+use crate::fixtures::{Dot, config, full, gradients, launcher, named, on_ranks};
 use crate::reference::{self, Layer, Layers, adam, assert_close, assert_weights_close, rows, train, weights};
 
 const STEPS: usize = 10;
@@ -359,7 +359,9 @@ fn a_hundred_and_twenty_eight_ranks_hold_and_average_every_element() {
     // The shapes of PyTorch's test of collectives, as element counts.
     let sizes = [17 * 257, 17, 64 * 312, 64, 64 * 64, 512 * 64, 256, 64 * 297];
     let value = |index: usize| (index % 251) as f32;
-    on_ranks(128, |world| {
+    // Threads by the hundred may have to wait for their turn.
+    let launcher = launcher(128).timeout(Duration::from_secs(120));
+    let outcome = launcher.run(|world| -> fsdp::Result<()> {
         let model = crate::fixtures::Dots { units: sizes.map(Dot::zeros).into() };
         let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
         model.load_weights(|_, range, out| {
@@ -383,6 +385,7 @@ fn a_hundred_and_twenty_eight_ranks_hold_and_average_every_element() {
             Ok(())
         })
     });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// A model without input, whose root has no parameters.
