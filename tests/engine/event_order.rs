@@ -6,7 +6,7 @@ use fsdp::trace::Span;
 
 use crate::fixtures::{config, full, gradients, named, on_ranks};
 
-/// `x * w`, elementwise.
+/// `x` times the first element of `w`.
 #[derive(FsdpUnit)]
 struct Scale {
     w: Param,
@@ -14,12 +14,12 @@ struct Scale {
 
 impl Forward for Scale {
     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
-        x.broadcast_mul(&self.w.tensor(scope)?)
+        x.broadcast_mul(&self.w.tensor(scope)?.narrow(0, 0, 1)?)
     }
 }
 
-fn scale() -> Unit<Scale> {
-    Unit::new(Scale { w: Param::new(1).with_init(Init::Constant(2.0)) })
+fn scale(size: usize) -> Unit<Scale> {
+    Unit::new(Scale { w: Param::new(size).with_init(Init::Constant(2.0)) })
 }
 
 /// Layers and a gain of the root's own.
@@ -30,9 +30,9 @@ struct Layers {
 }
 
 impl Layers {
-    fn new(layers: usize) -> Layers {
+    fn new(sizes: &[usize]) -> Layers {
         let gain = Param::new(1).with_init(Init::Ones);
-        Layers { gain, l: (0..layers).map(|_| scale()).collect() }
+        Layers { gain, l: sizes.iter().map(|&size| scale(size)).collect() }
     }
 }
 
@@ -81,10 +81,10 @@ fn events(mut spans: Vec<Span>) -> Vec<String> {
 type Step = (Vec<String>, Vec<String>);
 
 /// The events of steps of these ways; the gradients are checked too.
-fn traced(layers: usize, config: FsdpConfig, prefetch: (usize, usize), ways: &[Way]) -> Vec<Step> {
+fn traced(sizes: &[usize], config: FsdpConfig, prefetch: (usize, usize), ways: &[Way]) -> Vec<Step> {
     let ranks = on_ranks(2, |world| {
         let config = FsdpConfig { trace: true, ..config.clone() };
-        let mut model = Layers::new(layers).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let mut model = Layers::new(sizes).fully_shard_with(&world.data_parallel_mesh(), &config)?;
         model.set_prefetch(prefetch.0, prefetch.1);
         let mut optimizer = model.optimizer(Sgd::default().lr(0.0))?;
         let mut steps = Vec::new();
@@ -113,7 +113,8 @@ fn check_gradients(model: &Fsdp<Layers>, way: &Way) -> fsdp::Result<()> {
     for (name, gradient) in gradients(model)? {
         let uses = used.iter().filter(|layer| name == format!("l.{layer}.w")).count();
         let expected = if name == "gain" { output } else { uses as f32 * output / 2.0 };
-        assert_eq!(gradient, [expected], "{name}");
+        assert_eq!(gradient[0], expected, "{name}");
+        assert!(gradient[1..].iter().all(|&rest| rest == 0.0), "{name}");
     }
     Ok(())
 }
@@ -137,7 +138,7 @@ const THREE: [usize; 3] = [0, 1, 2];
 
 #[test]
 fn the_canonical_order_is_known_from_the_second_step_on() {
-    let steps = traced(3, plain(Strategy::default()), (1, 1), &vec![in_order(&THREE); 4]);
+    let steps = traced(&[1; 3], plain(Strategy::default()), (1, 1), &vec![in_order(&THREE); 4]);
     // The first step learns the order.
     expect(
         &steps[0],
@@ -159,7 +160,7 @@ fn the_canonical_order_is_known_from_the_second_step_on() {
 fn a_unit_that_is_not_resharded_is_not_unsharded_again() {
     let config =
         FsdpConfig { reshard_after_forward: ReshardAfterForward::Never, ..plain(Strategy::default()) };
-    let steps = traced(3, config, (1, 1), &vec![in_order(&THREE); 2]);
+    let steps = traced(&[1; 3], config, (1, 1), &vec![in_order(&THREE); 2]);
     expect(
         &steps[1],
         "unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L1, forward L2",
@@ -172,7 +173,7 @@ fn the_pool_turns_round_without_gathering_what_it_holds() {
     for prefetch in 1..=3 {
         // Two buffers: looking further ahead than they reach changes nothing.
         let ways = vec![in_order(&[0, 1, 2, 3, 4]); 2];
-        let steps = traced(5, config(Strategy::default()), (prefetch, prefetch), &ways);
+        let steps = traced(&[1; 5], config(Strategy::default()), (prefetch, prefetch), &ways);
         expect(
             &steps[1],
             "unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L1, unshard L3, forward L2, unshard L4,
@@ -198,9 +199,31 @@ fn each_pass_looks_as_far_ahead_as_it_was_told() {
     for forward in [0, 1] {
         for backward in [0, 1] {
             let ways = vec![in_order(&THREE); 2];
-            let steps = traced(3, plain(Strategy::default()), (forward, backward), &ways);
+            let steps = traced(&[1; 3], plain(Strategy::default()), (forward, backward), &ways);
             expect(&steps[1], forwards[forward], backwards[backward]);
         }
+    }
+}
+
+#[test]
+fn units_of_different_shapes_are_gathered_further_ahead() {
+    for (depth, forward, backward) in [
+        (
+            2,
+            "unshard, unshard L0, unshard L1, unshard L2, forward L0, unshard L3, forward L1, forward L2, forward L3",
+            "unshard L3, unshard L2, unshard L1, backward L3, reduce L3, unshard L0, backward L2, reduce L2, backward L1,
+             reduce L1, backward L0, reduce L0, model backward, reduce",
+        ),
+        (
+            3,
+            "unshard, unshard L0, unshard L1, unshard L2, unshard L3, forward L0, forward L1, forward L2, forward L3",
+            "unshard L3, unshard L2, unshard L1, unshard L0, backward L3, reduce L3, backward L2, reduce L2, backward L1,
+             reduce L1, backward L0, reduce L0, model backward, reduce",
+        ),
+    ] {
+        let ways = vec![in_order(&[0, 1, 2, 3]); 2];
+        let steps = traced(&[1, 33, 65, 97], plain(Strategy::default()), (depth, depth), &ways);
+        expect(&steps[1], forward, backward);
     }
 }
 
@@ -208,7 +231,7 @@ fn each_pass_looks_as_far_ahead_as_it_was_told() {
 fn a_budget_holds_prefetches_back() {
     // 32 elements a unit: room for one.
     let config = FsdpConfig { gather_budget: Some(32), ..plain(Strategy::default()) };
-    let steps = traced(3, config, (1, 1), &vec![in_order(&THREE); 2]);
+    let steps = traced(&[1; 3], config, (1, 1), &vec![in_order(&THREE); 2]);
     expect(
         &steps[1],
         "unshard, unshard L0, forward L0, unshard L1, forward L1, unshard L2, forward L2",
@@ -220,7 +243,7 @@ fn a_budget_holds_prefetches_back() {
 #[test]
 fn recomputation_runs_under_the_gather_of_the_backward() {
     let config = FsdpConfig { recompute: Recompute::Unit, ..plain(Strategy::default()) };
-    let steps = traced(3, config, (1, 1), &vec![in_order(&THREE); 2]);
+    let steps = traced(&[1; 3], config, (1, 1), &vec![in_order(&THREE); 2]);
     expect(
         &steps[1],
         "unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L1, forward L2",
@@ -231,7 +254,7 @@ fn recomputation_runs_under_the_gather_of_the_backward() {
 
 #[test]
 fn a_unit_that_runs_twice_is_reduced_once() {
-    let steps = traced(2, plain(Strategy::default()), (1, 1), &vec![in_order(&[0, 1, 0, 1]); 2]);
+    let steps = traced(&[1; 2], plain(Strategy::default()), (1, 1), &vec![in_order(&[0, 1, 0, 1]); 2]);
     expect(
         &steps[0],
         "unshard, unshard L0, forward L0, unshard L1, forward L1, unshard L0, forward L0, unshard L1, forward L1",
@@ -249,7 +272,7 @@ fn a_unit_that_runs_twice_is_reduced_once() {
 #[test]
 fn another_order_costs_a_prefetch_and_is_learnt() {
     let ways = [&[0, 1, 2][..], &[0, 1, 2], &[0, 2], &[0, 2], &[2, 1, 0]].map(in_order);
-    let steps = traced(3, plain(Strategy::default()), (1, 1), &ways);
+    let steps = traced(&[1; 3], plain(Strategy::default()), (1, 1), &ways);
     // L1 is gathered for nothing, once: it stays for the backward, which expects it too.
     expect(
         &steps[2],
@@ -274,7 +297,7 @@ fn another_order_costs_a_prefetch_and_is_learnt() {
 fn a_unit_whose_output_is_not_used_has_no_backward() {
     let in_vain = Way { order: THREE.to_vec(), in_vain: Some(1) };
     let ways = [in_order(&THREE), in_vain.clone(), in_vain];
-    let steps = traced(3, plain(Strategy::default()), (1, 1), &ways);
+    let steps = traced(&[1; 3], plain(Strategy::default()), (1, 1), &ways);
     let forward = "unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L1, forward L2";
     expect(
         &steps[1],
@@ -301,7 +324,7 @@ fn strategies_leave_out_what_they_do_not_need() {
         (Strategy::Optim, gathered, scattered),
         (Strategy::OptimGrads, gathered, scattered),
     ] {
-        let steps = traced(3, plain(strategy), (1, 1), &vec![in_order(&THREE); 2]);
+        let steps = traced(&[1; 3], plain(strategy), (1, 1), &vec![in_order(&THREE); 2]);
         expect(&steps[1], forward, backward);
     }
 }
@@ -339,7 +362,7 @@ fn units_inside_a_recomputed_unit_run_again_inside_it() {
             let config = FsdpConfig { trace: true, ..plain(Strategy::default()) };
             // Of another shape than the units inside, so that it has buffers of its own.
             let w = Param::new(64).with_init(Init::Constant(2.0));
-            let outer = Unit::new(Outer { w, a: scale(), b: scale() }).recompute(recompute);
+            let outer = Unit::new(Outer { w, a: scale(1), b: scale(1) }).recompute(recompute);
             let mut model = Nested { o: outer }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
             let mut optimizer = model.optimizer(Sgd::default().lr(0.0))?;
             for _ in 0..2 {
@@ -372,7 +395,7 @@ fn units_inside_a_recomputed_unit_run_again_inside_it() {
 fn a_gather_asked_for_by_hand_comes_first_and_once() {
     on_ranks(2, |world| {
         let config = FsdpConfig { trace: true, prefetch: 0, ..plain(Strategy::default()) };
-        let model = Layers::new(3).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let model = Layers::new(&[1; 3]).fully_shard_with(&world.data_parallel_mesh(), &config)?;
         let way = in_order(&THREE);
         let first = model.unshard("l.1")?;
         // Other traffic of the user's own in between.

@@ -18,10 +18,7 @@ pub struct Layer {
 impl Layer {
     pub fn new(inputs: usize, outputs: usize) -> Layer {
         let init = Init::Normal { mean: 0.0, std: 0.5 };
-        Layer {
-            w: Param::new((inputs, outputs)).with_init(init.clone()),
-            b: Param::new(outputs).with_init(init),
-        }
+        Layer { w: Param::new((inputs, outputs)).with_init(init), b: Param::new(outputs).with_init(init) }
     }
 }
 
