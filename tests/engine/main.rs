@@ -22,6 +22,7 @@ mod mixed_precision;
 mod norms;
 mod optimizer_state;
 mod overlap;
+mod parity_table;
 mod recompute;
 mod recovery;
 mod reference;
