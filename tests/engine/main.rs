@@ -24,6 +24,7 @@ mod optimizer_state;
 mod overlap;
 mod parity_table;
 mod recompute;
+mod recomputed_nests;
 mod recovery;
 mod reference;
 mod resharding;

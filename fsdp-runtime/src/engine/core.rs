@@ -346,8 +346,21 @@ impl Engine {
     }
 
     /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
-    pub(crate) fn open_gradients(&self, unit: usize) -> Result<(), CommError> {
-        let targets = self.state.lock().reduce.open(&self.groups, unit)?;
+    ///
+    /// # Errors
+    /// If they were reduced in place already: adding to them would be wrong.
+    pub(crate) fn open_gradients(&self, unit: usize) -> Result<()> {
+        let targets = {
+            let mut state = self.state.lock();
+            if self.comm.size() > 1 && state.reduce.is_reduced(unit) {
+                let message = "a recomputation runs it again after its gradients were reduced, as it is called inside \
+                               a recomputed unit and outside of it: run this backward under `model.no_sync()`, and \
+                               the optimizer's step will reduce once";
+                drop(state);
+                return Err(self.unit_error(unit, Phase::Backward, message));
+            }
+            state.reduce.open(&self.groups, unit)?
+        };
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];
             if let Some(target) = targets.iter().find(|target| target.group == slot.group)
@@ -433,7 +446,7 @@ impl Engine {
             state.root_held
         };
         let begun = if root_held { Ok(()) } else { self.hold_root() };
-        let begun = begun.and_then(|()| Ok(self.open_gradients(ROOT)?));
+        let begun = begun.and_then(|()| self.open_gradients(ROOT));
         begun.inspect_err(|_| self.state.lock().training = TrainingState::Idle)
     }
 
@@ -575,13 +588,16 @@ pub(crate) struct Expectation {
 }
 
 impl Expectation {
-    /// The backward has happened: reduces the unit's gradients if no other is to come.
-    pub(crate) fn meet(mut self) -> Result<(), CommError> {
+    /// The backward has happened: reduces the unit's gradients if no other is to come, neither of the unit nor of one
+    /// `enclosing` it, whose recomputation would run it again.
+    pub(crate) fn meet(mut self, enclosing: &[usize]) -> Result<(), CommError> {
         self.met = true;
         let last = {
             let mut state = self.engine.state.lock();
             state.units[self.unit].pending -= 1;
+            // An enclosing unit is in its own backward, which is still counted.
             state.units[self.unit].pending == 0
+                && enclosing.iter().all(|&unit| state.units[unit].pending <= 1)
         };
         if last { self.engine.close_gradients(self.unit) } else { Ok(()) }
     }

@@ -397,7 +397,7 @@ where
             Saved::Graph(graph) => graph,
             Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
         };
-        engine.open_gradients(run.unit).map_err(|error| fail(error.into()))?;
+        engine.open_gradients(run.unit).map_err(fail)?;
         let start = trace::now();
         let input_grad = if graph.output.track_op() {
             let mut grads = seed(&graph.output, grad)?.backward()?;
@@ -417,7 +417,7 @@ where
         drop(graph);
         engine.tracer.compute("backward", &engine.units[run.unit].path, start);
         drop(guard);
-        expectation.meet().map_err(|error| fail(error.into()))?;
+        expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
         Ok(input_grad)
     }
 }

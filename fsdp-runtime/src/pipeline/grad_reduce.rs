@@ -228,7 +228,12 @@ impl GradReducePipeline {
     /// The gradients of this step were reduced in place, so nothing more can be added: with ZeRO-0 and 1, and
     /// where there are outer ranks.
     pub(crate) fn is_synced(&self) -> bool {
-        self.units.iter().any(|unit| unit.synced || unit.outer_synced)
+        (0..self.units.len()).any(|unit| self.is_reduced(unit))
+    }
+
+    /// The same of one unit.
+    pub(crate) fn is_reduced(&self, unit: usize) -> bool {
+        self.units[unit].synced || self.units[unit].outer_synced
     }
 
     /// The main gradients of the unit hold a contribution of this step.
