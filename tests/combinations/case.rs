@@ -188,6 +188,8 @@ impl Case {
             }
         };
         let (mut scatters, mut reduces) = match strategy {
+            // One rank's gradients are their own sum.
+            Strategy::NoShard if self.ranks() == 1 => (0, 0),
             Strategy::NoShard => (0, trainable),
             Strategy::Optim => (trainable, 0),
             _ => (microbatches * trainable, 0),

@@ -279,10 +279,8 @@ fn owners(found: &[Found<'_>], by_name: &HashMap<&str, usize>) -> Result<Vec<usi
                     };
                     param_error(&item.name, format!("is tied to a parameter that does not exist: no {names}"))
                 })?;
-                if target == index {
-                    return Err(param_error(&item.name, "is tied to itself"));
-                }
-                // A clone of its target need not be told so.
+                // A clone of its target need not be told so. Of the elements of a list that are all tied to one of
+                // them, that one is tied to itself.
                 if found[target].param.id() == item.param.id() { clone_of } else { target }
             }
         };

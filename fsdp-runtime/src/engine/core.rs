@@ -85,8 +85,10 @@ pub(crate) struct State {
     root_held: bool,
     /// Counts changes of the weights: a backward must see those of its forward.
     weights_version: u64,
-    /// The version the pending forward saw, if there is one.
+    /// The version the pending forwards saw, if there are any.
     forward_version: Option<u64>,
+    /// Training forwards that saw it and whose backward may be to come.
+    pending_forwards: usize,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
@@ -169,6 +171,7 @@ impl Engine {
             root_held: false,
             weights_version: 0,
             forward_version: None,
+            pending_forwards: 0,
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
             first_sample: None,
@@ -222,6 +225,11 @@ impl Engine {
         let step = self.state.lock().step;
         let (rank, unit) = (self.comm.rank(), self.unit_name(unit).to_string());
         Error::Unit { rank, unit, phase, step, message: message.into() }
+    }
+
+    /// Which pass is under way: recomputation is part of the backward.
+    pub(crate) fn phase(&self) -> Phase {
+        if self.state.lock().training == TrainingState::Backward { Phase::Backward } else { Phase::Forward }
     }
 
     /// Keeps the first error that has to travel through the tensor library, whose own error type holds only
@@ -285,7 +293,11 @@ impl Engine {
                 state.gather.forward_order.end();
             }
             if training && complete {
-                state.forward_version = Some(state.weights_version);
+                let version = state.weights_version;
+                if state.forward_version.replace(version) != Some(version) {
+                    state.pending_forwards = 0;
+                }
+                state.pending_forwards += 1;
             }
             if training && complete && !state.root_held {
                 state.root_held = true;
@@ -356,8 +368,21 @@ impl Engine {
     }
 
     /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
-    pub(crate) fn open_gradients(&self, unit: usize) -> Result<(), CommError> {
-        let targets = self.state.lock().reduce.open(&self.groups, unit)?;
+    ///
+    /// # Errors
+    /// If they were reduced in place already: adding to them would be wrong.
+    pub(crate) fn open_gradients(&self, unit: usize) -> Result<()> {
+        let targets = {
+            let mut state = self.state.lock();
+            if self.comm.size() > 1 && state.reduce.is_reduced(unit) {
+                let message = "a recomputation runs it again after its gradients were reduced, as it is called inside \
+                               a recomputed unit and outside of it: run this backward under `model.no_sync()`, and \
+                               the optimizer's step will reduce once";
+                drop(state);
+                return Err(self.unit_error(unit, Phase::Backward, message));
+            }
+            state.reduce.open(&self.groups, unit)?
+        };
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];
             if let Some(target) = targets.iter().find(|target| target.group == slot.group)
@@ -412,8 +437,8 @@ impl Engine {
     }
 
     /// A backward of the whole model begins; the root's sinks are open.
-    pub(crate) fn begin_backward(&self) -> Result<()> {
-        {
+    pub(crate) fn begin_backward(self: &Arc<Self>) -> Result<()> {
+        let root_held = {
             let mut state = self.state.lock();
             if state.training != TrainingState::Idle {
                 return Err(Error::Usage("backward was called inside a forward or a backward".into()));
@@ -421,7 +446,7 @@ impl Engine {
             if state.forward_version.is_some_and(|version| version != state.weights_version) {
                 return Err(Error::Usage(WEIGHTS_CHANGED.into()));
             }
-            if !state.root_held {
+            if state.pending_forwards == 0 {
                 return Err(Error::Usage(
                     "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
                 ));
@@ -442,8 +467,17 @@ impl Engine {
             // A clipping factor is that of the gradients it was computed from.
             state.forget_factors();
             state.gather.backward_order.begin();
-        }
-        self.open_gradients(ROOT).inspect_err(|_| self.state.lock().training = TrainingState::Idle)?;
+            state.root_held
+        };
+        let begun = if root_held { Ok(()) } else { self.hold_root() };
+        let begun = begun.and_then(|()| self.open_gradients(ROOT));
+        begun.inspect_err(|_| self.state.lock().training = TrainingState::Idle)
+    }
+
+    /// Makes the root whole for a backward: that of an earlier forward has given it up.
+    fn hold_root(self: &Arc<Self>) -> Result<()> {
+        self.enter(ROOT, Phase::Backward)?.hold();
+        self.state.lock().root_held = true;
         Ok(())
     }
 
@@ -463,7 +497,10 @@ impl Engine {
         self.step_reduced_unit(state)?;
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
-        state.forward_version = None;
+        state.pending_forwards -= 1;
+        if state.pending_forwards == 0 {
+            state.forward_version = None;
+        }
         Self::release_root(state);
         Ok(())
     }
@@ -497,7 +534,7 @@ impl Engine {
         let state = &mut *state;
         state.reduce.abandon();
         state.unit_step = None;
-        state.forward_version = None;
+        (state.forward_version, state.pending_forwards) = (None, 0);
         Self::release_root(state);
         state.training = TrainingState::Idle;
         let finished = state.reduce.finish();
@@ -577,13 +614,16 @@ pub(crate) struct Expectation {
 }
 
 impl Expectation {
-    /// The backward has happened: reduces the unit's gradients if no other is to come.
-    pub(crate) fn meet(mut self) -> Result<(), CommError> {
+    /// The backward has happened: reduces the unit's gradients if no other is to come, neither of the unit nor of one
+    /// `enclosing` it, whose recomputation would run it again.
+    pub(crate) fn meet(mut self, enclosing: &[usize]) -> Result<(), CommError> {
         self.met = true;
         let last = {
             let mut state = self.engine.state.lock();
             state.units[self.unit].pending -= 1;
+            // An enclosing unit is in its own backward, which is still counted.
             state.units[self.unit].pending == 0
+                && enclosing.iter().all(|&unit| state.units[unit].pending <= 1)
         };
         if last { self.engine.close_gradients(self.unit) } else { Ok(()) }
     }

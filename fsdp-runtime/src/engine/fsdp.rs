@@ -148,7 +148,8 @@ impl<M> Fsdp<M> {
 
     /// Runs the backward of `loss`, a scalar that [`Fsdp::forward`] returned or that was computed from what
     /// it returned. Gradients of this microbatch are added to those of earlier ones; their reduction overlaps
-    /// the backward.
+    /// the backward. Forwards of later microbatches may come before it, as in a pipeline's one-forward-one-backward
+    /// schedule; the order is that of the ranks, all alike.
     ///
     /// # Errors
     /// If `loss` is not a scalar or not finite (with `check_finite`), without a forward before it, and those

@@ -296,12 +296,12 @@ where
             draws: Default::default(),
             borrowed: Default::default(),
         };
-        let output = self.module.forward(input, &self.context, &frame.scope()).map_err(|error| {
-            let phase = if name == "recompute" { Phase::Backward } else { Phase::Forward };
-            self.engine.note_unit_failure(self.unit, phase, error)
-        })?;
+        let output = self
+            .module
+            .forward(input, &self.context, &frame.scope())
+            .map_err(|error| self.engine.note_unit_failure(self.unit, self.engine.phase(), error))?;
         if self.engine.config.check_finite {
-            self.check_finite(&output, name)?;
+            self.check_finite(&output)?;
         }
         self.engine.tracer.compute(name, &self.engine.units[self.unit].path, start);
         Ok((output, frame.borrowed.into_inner()))
@@ -316,14 +316,14 @@ where
         Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
     }
 
-    fn check_finite(&self, output: &O, name: &str) -> Result<()> {
+    fn check_finite(&self, output: &O) -> Result<()> {
         let (packed, _) = output.pack()?;
         let sum = packed.detach().to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
         if sum.is_finite() {
             return Ok(());
         }
-        let phase = if name == "recompute" { Phase::Backward } else { Phase::Forward };
-        let error = self.engine.unit_error(self.unit, phase, "its output holds a NaN or an infinity");
+        let error =
+            self.engine.unit_error(self.unit, self.engine.phase(), "its output holds a NaN or an infinity");
         Err(self.engine.note_failure(error))
     }
 }
@@ -402,7 +402,7 @@ where
             Saved::Graph(graph) => graph,
             Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
         };
-        engine.open_gradients(run.unit).map_err(|error| fail(error.into()))?;
+        engine.open_gradients(run.unit).map_err(fail)?;
         let start = trace::now();
         let inner = || {
             let mut grads = seed(&graph.output, grad)?.backward()?;
@@ -422,7 +422,7 @@ where
         drop(graph);
         engine.tracer.compute("backward", &engine.units[run.unit].path, start);
         drop(guard);
-        expectation.meet().map_err(|error| fail(error.into()))?;
+        expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
         Ok(input_grad)
     }
 }

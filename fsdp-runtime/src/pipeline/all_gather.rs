@@ -115,6 +115,15 @@ pub(crate) enum Pass {
     Backward,
 }
 
+/// How much a gather matters.
+#[derive(Clone, Copy)]
+enum Want<'a> {
+    /// The unit is about to run.
+    Now,
+    /// It will run, after these units.
+    Ahead(&'a [usize]),
+}
+
 impl AllGatherPipeline {
     /// `units`: the root first.
     pub(crate) fn new(
@@ -191,7 +200,7 @@ impl AllGatherPipeline {
             self.order(pass).advance(unit);
         }
         if matches!(self.units[unit].status, Status::Sharded) {
-            self.launch(groups, unit, true, moment)?;
+            self.launch(groups, unit, Want::Now, moment)?;
         }
         self.units[unit].users += 1;
         if pass == Some(Pass::Backward) {
@@ -213,7 +222,7 @@ impl AllGatherPipeline {
         moment: Moment,
     ) -> Result<(), CommError> {
         if matches!(self.units[unit].status, Status::Sharded) {
-            self.launch(groups, unit, true, moment)
+            self.launch(groups, unit, Want::Now, moment)
         } else {
             Ok(())
         }
@@ -307,29 +316,30 @@ impl AllGatherPipeline {
             Pass::Backward => self.options.prefetch.backward,
         };
         let next: Vec<usize> = self.order(pass).upcoming().take(depth).collect();
-        for unit in next {
+        for (nearer, &unit) in next.iter().enumerate() {
             let resident: usize = self.units[1..].iter().filter(|u| u.slot.is_some()).map(|u| u.numel).sum();
             let over = self.options.budget.is_some_and(|budget| resident + self.units[unit].numel > budget);
             if matches!(self.units[unit].status, Status::Sharded) && !over {
-                self.launch(groups, unit, false, moment)?;
+                self.launch(groups, unit, Want::Ahead(&next[..nearer]), moment)?;
             }
         }
         Ok(())
     }
 
     /// Starts the unit's gather. A prefetch gives up if no slot is idle or can be taken from a unit that was
-    /// already used; a demand may take one from a prefetched unit too, and in the last resort allocates.
+    /// already used and is not needed sooner; a demand may take one from a prefetched unit too, and in the last
+    /// resort allocates.
     fn launch(
         &mut self,
         groups: &[GroupBuffers],
         unit: usize,
-        demand: bool,
+        want: Want<'_>,
         moment: Moment,
     ) -> Result<(), CommError> {
         if self.options.strategy.shards_params() {
             let mut acquired = self.pool.acquire(unit, &*self.streams.gather)?;
             if acquired.is_none()
-                && let Some(victim) = self.victim(unit, demand)
+                && let Some(victim) = self.victim(unit, want)
             {
                 self.evict(victim)?;
                 acquired = self.pool.acquire(unit, &*self.streams.gather)?;
@@ -337,7 +347,7 @@ impl AllGatherPipeline {
             let weights = &mut self.units[unit];
             match acquired {
                 Some((slot, full)) => (weights.slot, weights.full) = (Some(slot), full),
-                None if demand => weights.full = self.pool.fallback(unit),
+                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit),
                 None => return Ok(()),
             }
         }
@@ -418,13 +428,13 @@ impl AllGatherPipeline {
 
     /// A unit whose slot `unit` may take: the one used longest ago, or for a demand one that waits to be
     /// used.
-    fn victim(&self, unit: usize, demand: bool) -> Option<usize> {
+    fn victim(&self, unit: usize, want: Want<'_>) -> Option<usize> {
         let candidates = self.units.iter().enumerate().filter(|&(other, weights)| {
-            let used = matches!(weights.status, Status::Ready);
-            weights.slot.is_some()
-                && weights.users == 0
-                && (used || demand)
-                && self.pool.same_class(unit, other)
+            let spare = match want {
+                Want::Now => true,
+                Want::Ahead(sooner) => matches!(weights.status, Status::Ready) && !sooner.contains(&other),
+            };
+            weights.slot.is_some() && weights.users == 0 && spare && self.pool.same_class(unit, other)
         });
         candidates
             .min_by_key(|(_, weights)| (matches!(weights.status, Status::InFlight(_)), weights.last_used))

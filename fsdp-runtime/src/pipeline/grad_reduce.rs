@@ -266,7 +266,12 @@ impl GradReducePipeline {
     /// The gradients of this step were reduced in place, so nothing more can be added: with ZeRO-0 and 1, and
     /// where there are outer ranks.
     pub(crate) fn is_synced(&self) -> bool {
-        self.units.iter().any(|unit| unit.synced || unit.outer_synced)
+        (0..self.units.len()).any(|unit| self.is_reduced(unit))
+    }
+
+    /// The same of one unit.
+    pub(crate) fn is_reduced(&self, unit: usize) -> bool {
+        self.units[unit].synced || self.units[unit].outer_synced
     }
 
     /// The main gradients of the unit hold a contribution of this step.
@@ -416,6 +421,11 @@ impl GradReducePipeline {
         }
         let whole: Vec<_> = unit_groups.iter().map(|&group| main_grad(groups, group)).collect();
         let narrow = self.options.wire != self.options.main;
+        if self.comm.size() == 1 && self.options.scale == 1.0 && !narrow {
+            // They are their own sum. The outer ranks' reduction follows the reduce stream.
+            self.streams.reduce.wait(&self.streams.compute.record())?;
+            return Ok(());
+        }
         let (slot, wire) = if narrow { self.take_buckets(unit)? } else { (None, Vec::new()) };
         for (grads, bucket) in whole.iter().zip(&wire) {
             cast(&*self.streams.compute, grads.data(), bucket)?;

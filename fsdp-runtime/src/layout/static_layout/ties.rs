@@ -152,11 +152,7 @@ impl Ties {
         match *tree {
             Tree::Param => {
                 if let Some(open) = open {
-                    let tie = open.resolve(model, path, first);
-                    if tie.source == tie.target {
-                        Message::new().text("parameter `").path(path).text("` is tied to itself").fail()
-                    }
-                    self.add(tie);
+                    self.add(open.resolve(model, path, first));
                 }
             }
             Tree::Fields(fields) => {

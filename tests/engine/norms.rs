@@ -1,0 +1,60 @@
+//! The norm that clipping takes is that of the whole gradient, and the step it leaves is within the bound.
+
+use candle_core::Tensor;
+use fsdp::prelude::*;
+
+use crate::fixtures::{config, gradients, on_ranks, weights};
+use crate::reference::{Layers, rows};
+
+fn host_reductions<M>(model: &Fsdp<M>) -> u64 {
+    model.traffic().iter().find(|report| report.operation == "host-reduce").unwrap().counter.calls
+}
+
+#[test]
+fn norms_are_those_of_whole_gradients_and_clipped_steps_within_the_bound() {
+    for (outer, inner) in [(1, 2), (1, 3), (2, 2)] {
+        for strategy in Strategy::ALL {
+            for outer_strategy in [OuterStrategy::NoShard, OuterStrategy::Optim] {
+                if outer_strategy == OuterStrategy::Optim && (outer == 1 || !strategy.shards_optim()) {
+                    continue;
+                }
+                let norms = on_ranks(outer * inner, |world| {
+                    let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                    let config = FsdpConfig { outer: outer_strategy, ..config(strategy) };
+                    let mut model = Layers::new(&[7, 15, 3]).fully_shard_with(&mesh, &config)?;
+                    let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                    let mut norms = Vec::new();
+                    for step in 0..10 {
+                        let loss: Tensor = model.forward(&rows(4, 7, step * 4 + world.rank()))?;
+                        model.backward(&loss)?;
+                        let gradients = gradients(&model)?;
+                        let elements = || gradients.iter().flat_map(|(_, gradient)| gradient);
+                        let whole = elements().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+                        // Every other step is clipped.
+                        let bound = if step % 2 == 0 { whole / 3.0 } else { whole * 3.0 };
+                        let before = weights(&model)?;
+                        let reductions = host_reductions(&model);
+                        let norm = model.clip_grad_norm(bound)?;
+                        assert_eq!(host_reductions(&model) - reductions, 1);
+                        assert!((norm / whole - 1.0).abs() < 1e-6, "{norm} instead of {whole}");
+                        optimizer.step(&mut model)?;
+                        let after = weights(&model)?;
+                        let moves = before.iter().zip(&after).flat_map(|((_, a), (_, b))| a.iter().zip(b));
+                        let factor = (bound / norm).min(1.0);
+                        let mut moved = 0.0;
+                        for ((before, after), gradient) in moves.zip(elements()) {
+                            let step = f64::from(before - after);
+                            moved += step.powi(2);
+                            let expected = f64::from(*gradient) * factor;
+                            assert!((step - expected).abs() < 1e-6, "{step} instead of {expected}");
+                        }
+                        assert!(moved.sqrt() <= bound * (1.0 + 1e-5), "{} beyond {bound}", moved.sqrt());
+                        norms.push(norm.to_bits());
+                    }
+                    Ok(norms)
+                });
+                assert!(norms.iter().all(|of_rank| *of_rank == norms[0]), "ranks have different norms");
+            }
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! The table of PyTorch's tests and ours names tests that exist.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// All Rust files below `folder`.
+fn rust_files(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            rust_files(&path, files);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_test_it_names_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = Vec::new();
+    for folder in ["tests", "fsdp-runtime/src", "fsdp-runtime/tests", "fsdp-models/src", "fsdp-models/tests"]
+    {
+        rust_files(&root.join(folder), &mut files);
+    }
+    let readme = fs::read_to_string(root.join("tests/README.md")).unwrap();
+    let table = readme.split("## PyTorch FSDP2's tests and ours").nth(1).expect("the table is there");
+    let quoted = table.split('`').skip(1).step_by(2);
+    let named: BTreeSet<(&str, &str)> = quoted.filter_map(|text| text.split_once("::")).collect();
+    assert!(named.len() > 90, "{} tests are named", named.len());
+    let missing: Vec<String> = named
+        .into_iter()
+        .filter(|&(_, function)| function != "function")
+        .filter(|(file, function)| {
+            let folder = if file.contains('/') { "" } else { "engine/" };
+            let inside = [format!("{folder}{file}.rs"), format!("tests/{file}.rs"), format!("src/{file}.rs")];
+            let declaration = format!("fn {function}(");
+            !files
+                .iter()
+                .filter(|path| inside.iter().any(|end| path.ends_with(end)))
+                .any(|path| fs::read_to_string(path).unwrap().contains(&declaration))
+        })
+        .map(|(file, function)| format!("{file}::{function}"))
+        .collect();
+    assert!(missing.is_empty(), "not there: {missing:#?}");
+}
