@@ -213,15 +213,19 @@ impl<M> Fsdp<M> {
     }
 
     /// Until the guard is dropped, backwards reduce nothing: whole gradients stay on the rank, and the next
-    /// backward adds to them.
+    /// backward adds to them. Afterwards it is as before.
     ///
     /// Under ZeRO-2 and 3 that takes memory for the whole gradients of every unit, in the reduction's dtype, until
     /// they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
     /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
-        self.engine.state.lock().kept_gradients = true;
+        let before = {
+            let mut state = self.engine.state.lock();
+            state.kept_gradients = true;
+            state.sync
+        };
         self.engine.set_sync(Sync::Nothing);
-        NoSync { engine: &self.engine }
+        NoSync { engine: &self.engine, before }
     }
 
     /// Sets how many units are gathered ahead of the present one, in forwards and in backwards. Takes effect at
@@ -406,14 +410,15 @@ impl<M> Fsdp<M> {
 
 /// See [`Fsdp::no_sync`].
 #[derive(Debug)]
-#[must_use = "synchronisation is back on as soon as this is dropped"]
+#[must_use = "synchronisation is as before as soon as this is dropped"]
 pub struct NoSync<'a> {
     engine: &'a Engine,
+    before: Sync,
 }
 
 impl Drop for NoSync<'_> {
     fn drop(&mut self) {
-        self.engine.set_sync(Sync::Step);
+        self.engine.set_sync(self.before);
     }
 }
 

@@ -58,7 +58,7 @@ impl Maker {
         if tp_size && self.dice.percent(25) {
             words.push(format!(
                 "tp_size = {}",
-                self.dice.pick(&["1", "8usize", "RANKS", "{ 2 * 2 }", "size(2)"])
+                self.dice.pick(&["1", "1usize", "{ 2 - 1 }", "size(1)"])
             ));
         }
         words.extend(bound);

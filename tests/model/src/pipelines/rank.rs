@@ -201,6 +201,11 @@ impl Rank {
         cut: Option<usize>,
     ) -> Result<bool, CommError> {
         let whole_root = self.forward_pass(forward, true)?;
+        if self.setting.evaluate {
+            // The root is whole already, and stays so for the backward.
+            self.forward_pass(forward, false)?;
+            self.gather.reset()?;
+        }
         if self.setting.settle {
             self.reduce.finish()?;
             self.gather.reset()?;
