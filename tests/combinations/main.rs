@@ -92,7 +92,7 @@ fn distance(a: &Weights, b: &Weights) -> f64 {
 fn combinations_train_as_plain_candle_and_communicate_as_the_formulas_say() {
     let cases = Case::all();
     // A stride without common factors visits all values of every setting.
-    let chosen: Vec<&Case> = cases.iter().step_by(cases.len() / 400 | 1).collect();
+    let chosen: Vec<&Case> = cases.iter().step_by((cases.len() / 400) | 1).collect();
     assert!(chosen.len() >= 300, "{} of {}", chosen.len(), cases.len());
     // What must be equal to the bit: the reference of what the key says.
     let mut same_bits: BTreeMap<String, (Case, Weights)> = BTreeMap::new();

@@ -14,7 +14,7 @@ struct Mlp {
 impl Mlp {
     fn new() -> Mlp {
         let init = Init::Normal { mean: 0.0, std: 0.3 };
-        Mlp { up: Param::new((24, 8)).with_init(init.clone()), down: Param::new((8, 24)).with_init(init) }
+        Mlp { up: Param::new((24, 8)).with_init(init), down: Param::new((8, 24)).with_init(init) }
     }
 
     fn compute(x: &Tensor, up: &Tensor, down: &Tensor) -> Result<Tensor> {

@@ -67,7 +67,9 @@ fn a_layout_is_of_the_parts_that_tensor_parallel_ranks_hold() {
     let mesh = Topology::new(&[("dp_shard", 2), ("tp", 4)], 8).unwrap();
     let layout = mlp(&[1, 2, 12]).layout(&mesh, &FsdpConfig::default()).unwrap();
     let of = |name: &str| layout.params.iter().find(|spec| spec.name == name).unwrap();
-    let cases: [(&str, &[usize], &[usize], Option<usize>); 8] = [
+    /// Name, dims of the whole and of the part, the dim that is cut.
+    type Cut<'a> = (&'a str, &'a [usize], &'a [usize], Option<usize>);
+    let cases: [Cut<'_>; 8] = [
         ("up.weight", &[8, 6], &[2, 6], Some(0)),
         ("up.bias", &[8], &[2], Some(0)),
         ("down.weight", &[6, 8], &[6, 2], Some(1)),

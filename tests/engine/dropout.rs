@@ -75,12 +75,11 @@ fn ones(samples: usize) -> Tensor {
     Tensor::ones((samples, WIDTH), DType::F32, &Device::Cpu).unwrap()
 }
 
+/// Outputs by sample, and gradients by name.
+type Outcome = (Vec<Vec<f32>>, Vec<(String, Vec<f32>)>);
+
 /// Two steps over a global batch of 8 samples: outputs by sample, and the last gradients.
-fn train(
-    ranks: usize,
-    microbatches: usize,
-    recompute: Recompute,
-) -> (Vec<Vec<f32>>, Vec<(String, Vec<f32>)>) {
+fn train(ranks: usize, microbatches: usize, recompute: Recompute) -> Outcome {
     let samples = 8 / ranks / microbatches;
     let rows = on_ranks(ranks, |world| {
         let config =

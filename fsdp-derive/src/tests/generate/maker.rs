@@ -56,10 +56,7 @@ impl Maker {
             words.push(format!("crate = {}", self.dice.pick(&paths)));
         }
         if tp_size && self.dice.percent(25) {
-            words.push(format!(
-                "tp_size = {}",
-                self.dice.pick(&["1", "1usize", "{ 2 - 1 }", "size(1)"])
-            ));
+            words.push(format!("tp_size = {}", self.dice.pick(&["1", "1usize", "{ 2 - 1 }", "RANKS - 1"])));
         }
         words.extend(bound);
         let mut alternatives = if is_enum {

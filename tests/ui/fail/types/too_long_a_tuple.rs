@@ -2,7 +2,7 @@ use fsdp::{FsdpUnit, Param};
 
 #[derive(FsdpUnit)]
 struct Layer {
-    weights: (Param, Param, Param, Param, Param, Param, Param, Param, Param),
+    weights: (Param, Param, Param, Param, Param, Param, Param, Param, Param, Param, Param, Param, Param),
 }
 
 fn main() {}
