@@ -197,3 +197,26 @@ fn an_owner_step_is_skipped_and_unscaled_alike() {
         });
     }
 }
+
+#[test]
+fn ranks_that_hold_no_element_decide_with_the_others() {
+    let run = |ranks: usize, strategy: Strategy| {
+        on_ranks(ranks, |world| {
+            let mut model = dot(2).fully_shard_with(&world.data_parallel_mesh(), &f16(strategy))?;
+            let mut optimizer = model.optimizer(AdamW::default().lr(0.125))?;
+            let mut scaler = scaler();
+            for _ in 0..2 {
+                let loss: Tensor = model.forward(&vec![full(2, 0.5)])?;
+                model.backward(&scaler.scale(&loss)?)?;
+                assert!(scaler.step(&mut optimizer, &mut model)?);
+            }
+            Ok((scaler.current_scale(), weights(&model)?))
+        })
+    };
+    for strategy in Strategy::ALL {
+        let alone = run(1, strategy).remove(0);
+        assert_eq!(alone.0, 1024.0);
+        // Two elements on four ranks: two ranks have padding only.
+        assert!(run(4, strategy).iter().all(|rank| *rank == alone), "{strategy}");
+    }
+}

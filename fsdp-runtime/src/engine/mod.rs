@@ -1,5 +1,6 @@
 //! Modules, units and the training-state machine.
 
+mod agreement;
 mod backward_step;
 mod buffers;
 mod collect;
@@ -11,7 +12,9 @@ mod forward;
 mod fsdp;
 mod full;
 mod full_params;
+mod gradients;
 mod history;
+mod load;
 mod loss_scale;
 mod module;
 mod optimizer;
@@ -20,6 +23,7 @@ mod param;
 mod param_groups;
 mod report;
 mod scope;
+mod settings;
 mod sharding;
 mod sink;
 mod tokens;

@@ -1,9 +1,8 @@
 //! `fully_shard`: from a model to a sharded one.
 
-use std::ops::Range;
 use std::sync::Arc;
 
-use super::backward_step::check_strategy;
+use super::agreement::{compare, fingerprint};
 use super::buffers;
 use super::collect::{Collected, collect, collect_params};
 use super::config::{FsdpConfig, GradientScaling};
@@ -11,25 +10,29 @@ use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
 use super::fsdp::Fsdp;
 use super::module::FsdpUnit;
 use super::param::Bound;
+use super::settings::{
+    SHARD_DIMS, check_mesh, check_precision, check_reshard, check_step_in_backward, reshard_modes,
+    shard_ranks, strategy_in_force,
+};
 use super::sink::GradSink;
-use super::unit::UnitCell;
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{CommError, Communicator, DeviceMesh, Phase, Tag};
-use crate::device::{Slice, cast, cpu};
+use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
+use crate::device::cpu;
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
 use crate::memory::{Account, variable};
 use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{
-    AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
+    AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
     Reshard, Streams,
 };
-use crate::spec::{Dtype, MixedPrecision, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
+use crate::spec::{OuterStrategy, ParamSpec, ReshardAfterForward};
 use crate::trace::Tracer;
 
 /// Sharding of a whole model. Implemented for every [`FsdpUnit`].
 pub trait FullyShard: FsdpUnit + Sized {
-    /// Shards the model over the `dp_shard` dim of `mesh` (flattened with `cp`) and replicates it over `dp_outer`, with the default configuration (ZeRO-3, FP32).
+    /// Shards the model over the `dp_shard` dim of `mesh` (flattened with `cp`) and replicates it over
+    /// `dp_outer`, with the default configuration (ZeRO-3, FP32).
     ///
     /// Every rank of the mesh must call it, with the same model. Each then owns 1/N of every parameter,
     /// filled with its initial values; no rank ever holds more than its shard and, while it runs, the units
@@ -143,72 +146,6 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     Ok(engine)
 }
 
-fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
-    for &(dim, size) in mesh.topology().dims() {
-        if matches!(dim, MeshDim::Tp | MeshDim::Ep) && size != 1 {
-            return Err(Error::Config(format!(
-                "mesh dim `{dim}` has size {size}: only `dp_outer`, `dp_shard` and `cp` can be larger than 1 so far"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Weights can be kept by groups only of as many ranks as divide all.
-fn check_reshard(collected: &Collected<'_>, config: &FsdpConfig, ranks: usize) -> Result<()> {
-    for (unit, mode) in collected.units.iter().zip(reshard_modes(&collected.cells, config)) {
-        if let ReshardAfterForward::Ranks(group) = mode
-            && (group == 0 || !ranks.is_multiple_of(group))
-        {
-            return Err(Error::Config(format!(
-                "unit `{}` is to be resharded after forward to groups of {group} ranks: {ranks} ranks share its \
-                 shards, which {group} does not divide",
-                unit.path
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// The mesh dims whose ranks share the shards.
-const SHARD_DIMS: [MeshDim; 2] = [MeshDim::DpShard, MeshDim::Cp];
-
-fn shard_ranks(mesh: &Topology) -> usize {
-    SHARD_DIMS.into_iter().map(|dim| mesh.size(dim)).product()
-}
-
-fn check_precision(config: &FsdpConfig) -> Result<()> {
-    let MixedPrecision { reduce, main_grads, .. } = config.precision;
-    if main_grads == Dtype::F32 || main_grads == reduce {
-        return Ok(());
-    }
-    Err(Error::Config(format!(
-        "main gradients are kept in f32 or in the dtype in which gradients are reduced, {reduce}, not in {main_grads}"
-    )))
-}
-
-/// The configured strategy, or `NoShard` where one rank holds all shards. Steps in the backward need gradients
-/// that are reduced unit by unit, on one rank too.
-fn strategy_in_force(config: &FsdpConfig, mesh: &Topology) -> Strategy {
-    if shard_ranks(mesh) == 1 && !config.step_in_backward { Strategy::NoShard } else { config.strategy }
-}
-
-fn check_step_in_backward(config: &FsdpConfig, mesh: &Topology) -> Result<()> {
-    if !config.step_in_backward {
-        return Ok(());
-    }
-    let message = if mesh.size(MeshDim::DpOuter) > 1 {
-        "`step_in_backward` steps a unit when its gradients are reduced among the ranks that share its shards: it \
-         cannot be used with more than one rank of `dp_outer`, whose reduction comes later"
-    } else if config.scaling == GradientScaling::PerToken {
-        "`step_in_backward` steps a unit before the tokens of the step are counted: it cannot be used with \
-         `GradientScaling::PerToken`"
-    } else {
-        return check_strategy(config.strategy);
-    };
-    Err(Error::Config(message.into()))
-}
-
 /// The model's parameters and their layout, the same on all ranks. A rank that fails alone takes part in the
 /// comparison with what it has, so that it does not leave the others waiting.
 fn agree_on_layout<'a, M: FsdpUnit>(
@@ -258,13 +195,6 @@ fn units(layout: &ModelLayout) -> Vec<UnitInfo> {
         params: unit.buckets.iter().flat_map(params).collect(),
     };
     layout.units.iter().map(unit).collect()
-}
-
-/// What each unit does with its whole weights between forward and backward, the root first.
-fn reshard_modes(cells: &[&UnitCell], config: &FsdpConfig) -> Vec<ReshardAfterForward> {
-    let root = ReshardAfterForward::Never;
-    let of_cell = |cell: &&UnitCell| cell.reshard().unwrap_or(config.reshard_after_forward);
-    std::iter::once(root).chain(cells.iter().map(of_cell)).collect()
 }
 
 /// The units as the gather pipeline wants them, with the groups of neighbours that some gather in.
@@ -361,91 +291,6 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
     )
 }
 
-/// What a rank's model and configuration are, for comparison with the other ranks'.
-fn fingerprint(config: &FsdpConfig, agreed: Result<&(Collected<'_>, ModelLayout), &Error>) -> Vec<String> {
-    let (collected, layout) = match agreed {
-        Ok(agreed) => (&agreed.0, &agreed.1),
-        Err(error) => return vec![format!("{FAILED}{error}")],
-    };
-    // What the precision says of weights is in the line of each parameter.
-    let precision = &config.precision;
-    let mut lines = vec![
-        format!("strategy {}", config.strategy),
-        format!("outer strategy {}", config.outer),
-        format!("reshard after forward {:?}", config.reshard_after_forward),
-        format!("{:?} alignment", config.alignment),
-        format!("reduce dtype {}", precision.reduce),
-        format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
-        format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
-        format!("{:?} scaling", config.scaling),
-        format!("prefetch {}, gather budget {:?}", config.prefetch, config.gather_budget),
-        format!("double buffer {}", config.double_buffer),
-        format!("{:?} recomputation", config.recompute),
-        format!("seed {}", config.seed),
-        format!("step in backward {}", config.step_in_backward),
-    ];
-    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
-    lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
-    lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
-    // What the parameters are, before where they are: a difference moves all that follows it.
-    let shape = |spec: &ParamSpec| format!("`{}` {:?} {}", spec.name, spec.full_shape(), spec.key.dtype);
-    lines.extend(layout.params.iter().map(shape));
-    lines.extend(layout.fingerprint());
-    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
-    lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
-        let recompute = cell.recompute().unwrap_or(config.recompute);
-        format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
-    }));
-    let starts = layout.params.iter().zip(&collected.inits);
-    lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
-    lines
-}
-
-/// Before the message of a rank that has nothing to compare.
-const FAILED: char = '\u{1}';
-
-/// Compares `lines` over the ranks, before any of their bytes meet.
-///
-/// # Errors
-/// The first line that differs, with what each of two ranks has.
-fn compare(comm: &dyn Communicator, tag: Tag, lines: &[String]) -> Result<()> {
-    let all = comm.host_gather(tag, lines.join("\n").into_bytes())?;
-    let rank = comm.rank();
-    for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
-        let theirs = String::from_utf8_lossy(bytes);
-        if let Some(message) = theirs.strip_prefix(FAILED) {
-            if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
-                // This rank has an error of its own, which says more.
-                continue;
-            }
-            let message = format!("rank {other} failed: {message}");
-            return Err(CommError::RankFailed { rank, failed: other, message }.into());
-        }
-        if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
-            continue;
-        }
-        let mut theirs = theirs.split('\n');
-        let ours = lines.join("\n");
-        let mut ours = ours.split('\n');
-        loop {
-            match (ours.next(), theirs.next()) {
-                (None, None) => break,
-                (ours, theirs) if ours == theirs => {}
-                (ours, theirs) => {
-                    let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
-                    return Err(Error::RanksDiffer {
-                        rank,
-                        ours: describe(ours),
-                        other,
-                        theirs: describe(theirs),
-                    });
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
 fn slots(collected: &Collected<'_>, layout: &ModelLayout) -> Result<Vec<Slot>> {
     let mut slots: Vec<Slot> = (0..layout.params.len())
         .map(|param| {
@@ -483,58 +328,4 @@ fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], 
         }
     }
     Ok(())
-}
-
-impl Engine {
-    /// Makes sure that all ranks have the same `lines`.
-    pub(crate) fn agree(&self, what: &str, phase: Phase, lines: &[String]) -> Result<()> {
-        compare(&*self.comm, self.tag(what, phase), lines)
-    }
-
-    /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
-    /// for each part of a parameter. Both the main weights and the model weights get them.
-    pub(crate) fn fill_weights(
-        &self,
-        write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
-    ) -> Result<()> {
-        self.fill_unit_weights(None, write)
-    }
-
-    /// The same for one unit, or for all of them.
-    pub(crate) fn fill_unit_weights(
-        &self,
-        unit: Option<usize>,
-        mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
-    ) -> Result<()> {
-        let compute = &*self.streams.compute;
-        for group in self.groups.iter().filter(|group| unit.is_none_or(|unit| group.layout.key.unit == unit))
-        {
-            let extent =
-                if self.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
-            for item in &group.layout.items {
-                let start = item.start.max(extent.start);
-                let end = (item.start + item.len).min(extent.end);
-                if start >= end {
-                    continue;
-                }
-                let values = Slice::zeros(Dtype::F32, end - start, None);
-                // SAFETY: the buffer is new and ours alone.
-                let out = unsafe { values.as_mut_slice::<f32>() };
-                write(
-                    item.param,
-                    &self.layout.params[item.param],
-                    start - item.start..end - item.start,
-                    out,
-                )?;
-                if let Some(main) = &group.main_weight {
-                    let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
-                    if from < to {
-                        cast(compute, &values.range(from - start..to - start), &main.part(from..to))?;
-                    }
-                }
-                cast(compute, &values, &group.model_weight.part(start..end))?;
-            }
-        }
-        Ok(self.weights_changed(Change::Loaded(unit))?)
-    }
 }

@@ -13,8 +13,9 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape
 use parking_lot::Mutex;
 
 use super::config::Recompute;
-use super::core::{Engine, Expectation, WEIGHTS_CHANGED};
+use super::core::{Engine, WEIGHTS_CHANGED};
 use super::forward::{Forward, Tensors};
+use super::gradients::Expectation;
 use super::module::{FsdpUnit, Walker};
 use super::param::Param;
 use super::scope::{Frame, Scope};

@@ -1,0 +1,105 @@
+//! What the ranks must have alike, compared before any of their bytes meet.
+
+use super::collect::Collected;
+use super::config::FsdpConfig;
+use super::core::Engine;
+use super::settings::reshard_modes;
+use crate::comm::{CommError, Communicator, Phase, Tag};
+use crate::error::{Error, Result};
+use crate::layout::ModelLayout;
+use crate::spec::ParamSpec;
+
+/// What a rank's model and configuration are, for comparison with the other ranks'.
+pub(crate) fn fingerprint(
+    config: &FsdpConfig,
+    agreed: Result<&(Collected<'_>, ModelLayout), &Error>,
+) -> Vec<String> {
+    let (collected, layout) = match agreed {
+        Ok(agreed) => (&agreed.0, &agreed.1),
+        Err(error) => return vec![format!("{FAILED}{error}")],
+    };
+    // What the precision says of weights is in the line of each parameter.
+    let precision = &config.precision;
+    let mut lines = vec![
+        format!("strategy {}", config.strategy),
+        format!("outer strategy {}", config.outer),
+        format!("reshard after forward {:?}", config.reshard_after_forward),
+        format!("{:?} alignment", config.alignment),
+        format!("reduce dtype {}", precision.reduce),
+        format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
+        format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
+        format!("{:?} scaling", config.scaling),
+        format!("prefetch {}, gather budget {:?}", config.prefetch, config.gather_budget),
+        format!("double buffer {}", config.double_buffer),
+        format!("{:?} recomputation", config.recompute),
+        format!("seed {}", config.seed),
+        format!("step in backward {}", config.step_in_backward),
+    ];
+    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
+    lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
+    // What the parameters are, before where they are: a difference moves all that follows it.
+    let shape = |spec: &ParamSpec| format!("`{}` {:?} {}", spec.name, spec.full_shape(), spec.key.dtype);
+    lines.extend(layout.params.iter().map(shape));
+    lines.extend(layout.fingerprint());
+    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
+        let recompute = cell.recompute().unwrap_or(config.recompute);
+        format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
+    }));
+    let starts = layout.params.iter().zip(&collected.inits);
+    lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
+    lines
+}
+
+/// Before the message of a rank that has nothing to compare.
+const FAILED: char = '\u{1}';
+
+/// Compares `lines` over the ranks, before any of their bytes meet.
+///
+/// # Errors
+/// The first line that differs, with what each of two ranks has.
+pub(crate) fn compare(comm: &dyn Communicator, tag: Tag, lines: &[String]) -> Result<()> {
+    let all = comm.host_gather(tag, lines.join("\n").into_bytes())?;
+    let rank = comm.rank();
+    for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
+        let theirs = String::from_utf8_lossy(bytes);
+        if let Some(message) = theirs.strip_prefix(FAILED) {
+            if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
+                // This rank has an error of its own, which says more.
+                continue;
+            }
+            let message = format!("rank {other} failed: {message}");
+            return Err(CommError::RankFailed { rank, failed: other, message }.into());
+        }
+        if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
+            continue;
+        }
+        let mut theirs = theirs.split('\n');
+        let ours = lines.join("\n");
+        let mut ours = ours.split('\n');
+        loop {
+            match (ours.next(), theirs.next()) {
+                (None, None) => break,
+                (ours, theirs) if ours == theirs => {}
+                (ours, theirs) => {
+                    let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
+                    return Err(Error::RanksDiffer {
+                        rank,
+                        ours: describe(ours),
+                        other,
+                        theirs: describe(theirs),
+                    });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Makes sure that all ranks have the same `lines`.
+    pub(crate) fn agree(&self, what: &str, phase: Phase, lines: &[String]) -> Result<()> {
+        compare(&*self.comm, self.tag(what, phase), lines)
+    }
+}

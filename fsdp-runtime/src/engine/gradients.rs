@@ -1,0 +1,136 @@
+//! Gradients of one unit: where they go while a backward runs, and when they are complete.
+
+use std::sync::Arc;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
+
+use super::core::{Engine, ROOT};
+use super::param::Param;
+use crate::comm::{CommError, Phase};
+use crate::device::{Fill, fill};
+use crate::error::Result;
+use crate::pipeline::Moment;
+
+impl Engine {
+    /// A forward of `unit` has happened whose backward is to come. To be called while the unit is unsharded.
+    pub(crate) fn expect_backward(self: &Arc<Self>, unit: usize) -> Expectation {
+        let mut state = self.state.lock();
+        state.units[unit].pending += 1;
+        state.gather.expect_backward(unit);
+        drop(state);
+        Expectation { engine: self.clone(), unit, met: false }
+    }
+
+    /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
+    ///
+    /// # Errors
+    /// If they were reduced in place already: adding to them would be wrong.
+    pub(crate) fn open_gradients(&self, unit: usize) -> Result<()> {
+        let targets = {
+            let mut state = self.state.lock();
+            if self.comm.size() > 1 && state.reduce.is_reduced(unit) {
+                let message = "a recomputation runs it again after its gradients were reduced, as it is called inside \
+                               a recomputed unit and outside of it: run this backward under `model.no_sync()`, and \
+                               the optimizer's step will reduce once";
+                drop(state);
+                return Err(self.unit_error(unit, Phase::Backward, message));
+            }
+            state.reduce.open(&self.groups, unit)?
+        };
+        for &param in &self.units[unit].params {
+            let slot = &self.slots[param];
+            if let Some(target) = targets.iter().find(|target| target.group == slot.group)
+                && !slot.sink.is_open()
+            {
+                let item = &self.groups[slot.group].layout.items[slot.item];
+                slot.sink.open(target.bucket.range(item.start..item.start + item.len), !target.fresh);
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what candle computed for the unit's parameters, and for `borrowed` ones of enclosing units, into
+    /// their sinks.
+    pub(crate) fn collect_gradients(
+        &self,
+        unit: usize,
+        borrowed: &[Param],
+        grads: &mut GradStore,
+    ) -> candle_core::Result<()> {
+        for &param in &self.units[unit].params {
+            let slot = &self.slots[param];
+            for variable in &slot.variables {
+                if let Some(grad) = grads.remove(variable) {
+                    slot.sink.accumulate_tensor(&grad)?;
+                }
+            }
+        }
+        for bound in borrowed.iter().filter_map(Param::bound) {
+            if let Some(grad) = grads.remove(&bound.variable) {
+                bound.sink.accumulate_tensor(&grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The unit's gradients of this backward are complete: closes its sinks and reduces.
+    pub(crate) fn close_gradients(&self, unit: usize) -> Result<(), CommError> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let alive = std::mem::take(&mut state.units[unit].alive) || unit == ROOT || state.step > 0;
+        for &param in &self.units[unit].params {
+            let closed = self.slots[param].sink.close();
+            state.received[param] |= closed.touched && alive;
+            if let Some(slice) = closed.unwritten {
+                fill(&*self.streams.compute, &slice, Fill::Zero)?;
+            }
+        }
+        let moment = Moment { phase: Phase::Backward, step: state.step };
+        self.step_reduced_unit(state)?;
+        state.reduce.reduce(&self.groups, unit, state.sync, moment)
+    }
+
+    /// In the first step, notes whether a gradient reaches `unit` at all: candle wants zeros where the graph was
+    /// cut above.
+    pub(crate) fn note_incoming(&self, unit: usize, grad: &Tensor) -> candle_core::Result<()> {
+        if self.state.lock().step > 0 || grad.elem_count() == 0 {
+            return Ok(());
+        }
+        let largest = grad.abs()?.flatten_all()?.max(0)?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+        // A NaN is a gradient too.
+        self.state.lock().units[unit].alive |= largest != 0.0;
+        Ok(())
+    }
+}
+
+/// A backward that is to come. Dropped without one (the graph was thrown away), it is given up.
+pub(crate) struct Expectation {
+    engine: Arc<Engine>,
+    unit: usize,
+    met: bool,
+}
+
+impl Expectation {
+    /// The backward has happened: reduces the unit's gradients if no other is to come, neither of the unit nor of one
+    /// `enclosing` it, whose recomputation would run it again.
+    pub(crate) fn meet(mut self, enclosing: &[usize]) -> Result<(), CommError> {
+        self.met = true;
+        let last = {
+            let mut state = self.engine.state.lock();
+            state.units[self.unit].pending -= 1;
+            // An enclosing unit is in its own backward, which is still counted.
+            state.units[self.unit].pending == 0
+                && enclosing.iter().all(|&unit| state.units[unit].pending <= 1)
+        };
+        if last { self.engine.close_gradients(self.unit) } else { Ok(()) }
+    }
+}
+
+impl Drop for Expectation {
+    fn drop(&mut self) {
+        if !self.met {
+            self.engine.state.lock().units[self.unit].pending -= 1;
+        }
+    }
+}
