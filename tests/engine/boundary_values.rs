@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use fsdp::prelude::*;
 
-use crate::fixtures::{config, full, gradients, named, on_ranks, weights};
+use crate::fixtures::{Two, config, full, gradients, named, on_ranks, weights};
 
 /// All of what a boundary depends on.
 fn every_way(check: impl Fn(&FsdpConfig) + Copy) {
@@ -384,4 +384,30 @@ fn a_dropped_model_is_gone_once_its_losses_are() {
             Ok(())
         });
     });
+}
+
+#[test]
+fn a_loss_that_is_kept_without_a_backward_holds_nothing_up() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model =
+                Two::zeros(40).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+            // One rank keeps what it has not trained on, for its log.
+            let kept: Tensor = model.forward(&(true, true, full(40, 1.0)))?;
+            let kept = (world.rank() == 0).then_some(kept);
+            model.reset_step()?;
+            for _ in 0..3 {
+                let loss: Tensor = model.forward(&(true, true, full(40, 1.0)))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            assert_eq!(weights(&model)?, named(&[("a.w", &[-3.0; 40]), ("b.w", &[-3.0; 40])]));
+            for report in model.memory(0) {
+                assert!(report.usage.peak as u64 <= report.formula, "{report:?}");
+            }
+            drop(kept);
+            Ok(())
+        });
+    }
 }

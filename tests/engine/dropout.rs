@@ -187,3 +187,32 @@ fn what_cannot_be_dropped_is_refused() {
         Ok(())
     });
 }
+
+#[test]
+fn what_is_not_trained_on_draws_nothing() {
+    // Outputs of three steps, disturbed or not by evaluations, failures and resets.
+    let run = |disturbed: bool| {
+        on_ranks(2, |world| {
+            let layer = Unit::new(Layer { w: Param::new(WIDTH).with_init(Init::Ones), p: 0.5 });
+            let mut model = Once { layer }.fully_shard(&world.data_parallel_mesh())?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(0.0))?;
+            let mut seen = Vec::new();
+            for step in 0..3 {
+                if step == 1 {
+                    model.set_first_sample(100 + world.rank() as u64);
+                }
+                if disturbed {
+                    let _: Tensor = model.evaluate(&ones(2))?;
+                    // A tensor without a batch dim.
+                    assert!(model.forward::<_, Tensor>(&ones(1).sum_all()?).is_err());
+                }
+                let y: Tensor = model.forward(&ones(3))?;
+                seen.extend(y.to_vec2::<f32>()?);
+                model.backward(&y.sum_all()?)?;
+                optimizer.step(&mut model)?;
+            }
+            Ok(seen)
+        })
+    };
+    assert_eq!(run(true), run(false));
+}

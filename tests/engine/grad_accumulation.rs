@@ -375,3 +375,27 @@ fn what_was_reduced_keeps_its_bits_beside_what_was_not() {
         }
     }
 }
+
+#[test]
+fn gradients_that_wait_for_another_backward_are_in_the_formula() {
+    use crate::fixtures::{Dot, Dots, full};
+    for strategy in [Strategy::OptimGrads, Strategy::OptimGradsParams] {
+        on_ranks(2, |world| {
+            let model = Dots { units: (0..5).map(|_| Dot::zeros(64)).collect() };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let pool = |model: &Fsdp<Dots>| model.memory(0)[5];
+            let inputs = vec![full(64, 1.0); 5];
+            let loss: Tensor = model.forward(&inputs)?;
+            model.backward(&loss)?;
+            assert!(
+                pool(&model).formula <= 2 * 64 * 4 && pool(&model).usage.peak as u64 <= pool(&model).formula
+            );
+            let (first, second): (Tensor, Tensor) = (model.forward(&inputs)?, model.forward(&inputs)?);
+            model.backward(&first)?;
+            model.backward(&second)?;
+            assert_eq!(pool(&model).formula, 5 * 64 * 4);
+            assert!(pool(&model).usage.peak as u64 <= pool(&model).formula);
+            Ok(())
+        });
+    }
+}

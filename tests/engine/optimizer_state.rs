@@ -7,7 +7,7 @@ use fsdp::memory::Category;
 use fsdp::optim::{OptimError, Optimizer, Segment, StepInfo};
 use fsdp::prelude::*;
 
-use crate::fixtures::{Dot, Dots, config, dot, full, on_ranks, weights};
+use crate::fixtures::{Dot, Dots, Two, config, dot, full, on_ranks, weights};
 
 fn one_dot(value: f32) -> Dots {
     Dots { units: vec![Dot::with(4, value)] }
@@ -187,6 +187,26 @@ fn a_forward_without_backward_does_not_keep_old_root_weights() {
             assert_eq!(loss.to_scalar::<f32>()?, 15.0, "{strategy}");
             let error = model.backward(&full(1, 1.0)).unwrap_err().to_string();
             assert!(error.contains("weights have changed"), "{error}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_unit_that_comes_late_takes_its_first_step_as_if_it_were_the_first() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model = Two::zeros(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(AdamW::default().lr(0.125).weight_decay(0.0))?;
+            for step in 0..20 {
+                let loss: Tensor = model.forward(&(true, step == 19, full(3, 1.0)))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            let all = weights(&model)?;
+            let late = &all.iter().find(|(name, _)| name == "b.w").unwrap().1;
+            // The first step of Adam moves by the learning rate.
+            assert!(late.iter().all(|w| (w + 0.125).abs() < 1e-6), "{strategy}: {late:?}");
             Ok(())
         });
     }

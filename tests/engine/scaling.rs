@@ -145,3 +145,20 @@ fn ranks_whose_batches_run_out_go_on_with_the_others() {
         });
     }
 }
+
+#[test]
+fn tokens_of_a_backward_that_failed_do_not_count() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model = dot(2).fully_shard_with(&world.data_parallel_mesh(), &per_token(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+            assert!(model.backward_tokens(&full(1, 1.0), 50).is_err());
+            let loss: Tensor = model.forward(&vec![full(2, 3.0)])?;
+            assert!(model.backward_tokens(&full(2, 1.0), 100).is_err());
+            model.backward_tokens(&loss, 1)?;
+            optimizer.step(&mut model)?;
+            assert_eq!(weights(&model)?, named(&[("units.0.w", &[-3.0; 2])]));
+            Ok(())
+        });
+    }
+}

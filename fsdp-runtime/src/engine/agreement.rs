@@ -33,6 +33,7 @@ pub(crate) fn fingerprint(
         format!("double buffer {}", config.double_buffer),
         format!("{:?} recomputation", config.recompute),
         format!("seed {}", config.seed),
+        format!("check finite {}, strict gradients {}", config.check_finite, config.strict_gradients),
         format!("step in backward {}", config.step_in_backward),
     ];
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);

@@ -52,7 +52,7 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
     /// # Errors
     /// As for [`Fsdp::backward`] and [`ShardedOptimizer::step`], and if the model was sharded without
     /// `step_in_backward` or the microbatch is not the last of its step. After an error of the backward the
-    /// weights may be partly changed.
+    /// weights may be partly changed; if only gradients are missing (`strict_gradients`) the step is taken.
     pub fn backward_and_step<M>(&mut self, model: &mut Fsdp<M>, loss: &Tensor) -> Result<()> {
         let engine = model.engine().clone();
         if !engine.config.step_in_backward {
@@ -78,20 +78,22 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
         let shared = self.share();
         engine.state.lock().unit_step = Some(Box::new(move |engine, reduced| {
             for (group, grads) in &reduced.grads {
-                let start = engine.groups[*group].shard.start;
-                shared.update_bucket(engine, at, *group, grads, start);
+                let layout = &engine.groups[*group].layout;
+                let at = StepInfo { step: shared.unit_steps(layout.key.unit) + 1, ..at };
+                shared.update_bucket(engine, at, *group, grads, engine.groups[*group].shard.start);
             }
         }));
         let outcome = model.run_backward(loss);
         engine.state.lock().unit_step = None;
         outcome?;
         self.count_step();
-        if first {
-            engine.report_missing_gradients()?;
-        }
+        // The weights have changed: the step ends, whatever is reported of it.
+        let reported = if first { engine.report_missing_gradients() } else { Ok(()) };
         let due = DueStep::new(&engine, at, start);
+        self.count_units(&due);
         self.note(&due);
-        due.finish()
+        due.finish()?;
+        reported
     }
 }
 

@@ -89,9 +89,11 @@ pub(crate) struct State {
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
-    /// Global index of the first sample of the next forward, if it was said.
+    /// Counts the times that pending backwards were given up.
+    pub expectations: u64,
+    /// Global index of the first sample of the next training forward, if it was said.
     pub first_sample: Option<u64>,
-    /// Forwards since the last optimizer step.
+    /// Training forwards since the last optimizer step.
     pub forwards: u64,
     /// Factor of the main gradients, from clipping and from [`State::unscale`]; applied by the optimizer.
     pub grad_scale: f32,
@@ -104,6 +106,12 @@ pub(crate) struct State {
 }
 
 impl State {
+    /// Whatever forward has not had its backward yet is void, even if its loss is still held.
+    fn expect_nothing(&mut self) {
+        self.expectations += 1;
+        self.units.iter_mut().for_each(|unit| unit.pending = 0);
+    }
+
     /// The gradients have changed or are gone: what was computed from them no longer holds.
     pub(crate) fn forget_factors(&mut self) {
         (self.grad_scale, self.unscale, self.grad_norm) = (1.0, None, None);
@@ -171,6 +179,7 @@ impl Engine {
             pending_forwards: 0,
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
+            expectations: 0,
             first_sample: None,
             forwards: 0,
             grad_scale: 1.0,
@@ -272,11 +281,10 @@ impl Engine {
 
     /// What the random numbers of the forward that begins depend on.
     pub(crate) fn next_forward(&self) -> RandomKey {
-        let mut state = self.state.lock();
+        let state = self.state.lock();
         let (rank, ranks) = (self.comm.rank() as u64, self.comm.size() as u64);
         let own = (state.forwards * ranks + rank) << 32;
-        state.forwards += 1;
-        RandomKey::root(self.config.seed, state.step, state.first_sample.take().unwrap_or(own))
+        RandomKey::root(self.config.seed, state.step, state.first_sample.unwrap_or(own))
     }
 
     /// The forward is over. After training the root stays unsharded for the backward; after evaluation
@@ -295,6 +303,9 @@ impl Engine {
                     state.pending_forwards = 0;
                 }
                 state.pending_forwards += 1;
+                // Only of a forward that counts: others leave the random numbers as they were.
+                state.forwards += 1;
+                state.first_sample = None;
             }
             if training && complete && !state.root_held {
                 state.root_held = true;
@@ -440,6 +451,7 @@ impl Engine {
         state.gather.reset()?;
         state.gather.mark_stale(change);
         state.weights_version += 1;
+        state.expect_nothing();
         Ok(())
     }
 
@@ -461,6 +473,8 @@ impl Engine {
         state.received.fill(false);
         state.tokens = TokenCount::default();
         state.forget_factors();
+        state.forwards = 0;
+        state.expect_nothing();
         state.gather.expect_nothing();
         state.gather.reset()?;
         finished

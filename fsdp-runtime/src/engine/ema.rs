@@ -169,6 +169,7 @@ impl Ema {
             move_average(unsafe { shard.as_mut_slice::<f32>() }, unsafe { weights.as_slice::<f32>() }, decay);
         }
         self.updates += 1;
+        engine.note_event(format!("after update {} of an average of the weights", self.updates));
         Ok(())
     }
 

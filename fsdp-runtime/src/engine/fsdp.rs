@@ -100,7 +100,7 @@ impl<M> Fsdp<M> {
         self.run(input, context, true)
     }
 
-    /// Says which samples of the step's global batch the next forward of this rank has: those from `sample` on.
+    /// Says which samples of the step's global batch the next training forward of this rank has: those from `sample` on.
     /// Random streams, those of dropout for instance, are then the same for any number of ranks and microbatches.
     /// Unsaid, each rank and microbatch has streams of its own. Local.
     pub fn set_first_sample(&self, sample: u64) {
@@ -116,6 +116,17 @@ impl<M> Fsdp<M> {
         M: Forward<(), I, O>,
     {
         self.run(input, &(), false)
+    }
+
+    /// [`Fsdp::evaluate`] for a model that takes a context.
+    ///
+    /// # Errors
+    /// As for [`Fsdp::forward`].
+    pub fn evaluate_with<C, I, O>(&self, input: &I, context: &C) -> Result<O>
+    where
+        M: Forward<C, I, O>,
+    {
+        self.run(input, context, false)
     }
 
     fn run<C, I, O>(&self, input: &I, context: &C, training: bool) -> Result<O>

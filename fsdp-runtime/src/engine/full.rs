@@ -24,6 +24,10 @@ impl Engine {
     ) -> Result<()> {
         self.settle()?;
         let tag = self.tag("weights", Phase::Setup);
+        if self.outer_comm.size() > 1 {
+            // What only a group reads all must have come to alike.
+            self.comm.host_barrier(tag.clone())?;
+        }
         for &group in &self.units[unit].groups {
             let group = &self.groups[group];
             self.visit_bucket(group, group.optimizer_weight(), &tag, &mut visit)?;

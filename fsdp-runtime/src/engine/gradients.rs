@@ -18,8 +18,9 @@ impl Engine {
         let mut state = self.state.lock();
         state.units[unit].pending += 1;
         state.gather.expect_backward(unit);
+        let at = state.expectations;
         drop(state);
-        Expectation { engine: self.clone(), unit, met: false }
+        Expectation { engine: self.clone(), unit, at, met: false }
     }
 
     /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
@@ -108,6 +109,8 @@ impl Engine {
 pub(crate) struct Expectation {
     engine: Arc<Engine>,
     unit: usize,
+    /// It is void if pending backwards were given up since.
+    at: u64,
     met: bool,
 }
 
@@ -118,6 +121,9 @@ impl Expectation {
         self.met = true;
         let last = {
             let mut state = self.engine.state.lock();
+            if state.expectations != self.at {
+                return Ok(());
+            }
             state.units[self.unit].pending -= 1;
             // An enclosing unit is in its own backward, which is still counted.
             state.units[self.unit].pending == 0
@@ -129,8 +135,9 @@ impl Expectation {
 
 impl Drop for Expectation {
     fn drop(&mut self) {
-        if !self.met {
-            self.engine.state.lock().units[self.unit].pending -= 1;
+        let mut state = self.engine.state.lock();
+        if !self.met && state.expectations == self.at {
+            state.units[self.unit].pending -= 1;
         }
     }
 }

@@ -28,6 +28,8 @@ pub struct ShardedOptimizer<O> {
     parts: Vec<Vec<Part>>,
     /// Steps taken.
     steps: u64,
+    /// By unit: those in which it had gradients.
+    unit_steps: Vec<u64>,
 }
 
 /// A part of a parameter that this rank's optimizer updates; never empty.
@@ -130,7 +132,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             states.push((0..buffers).map(state).collect());
             all_parts.push(parts);
         }
-        Ok(ShardedOptimizer { rule, engine: engine.id(), groups, states, parts: all_parts, steps: 0 })
+        let unit_steps = vec![0; engine.units.len()];
+        Ok(ShardedOptimizer {
+            rule,
+            engine: engine.id(),
+            groups,
+            states,
+            parts: all_parts,
+            steps: 0,
+            unit_steps,
+        })
     }
 
     /// The update rule.
@@ -161,8 +172,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// Updates this rank's shard from the reduced gradients, installs the new weights, and begins the next
     /// step with no gradients.
     ///
-    /// Units that had no backward since the last step keep their weights and state. A parameter without
-    /// gradient in a unit that had one has a zero gradient.
+    /// Units that had no backward since the last step keep their weights and state, and for them the step does
+    /// not count. A parameter without gradient in a unit that had one has a zero gradient.
     ///
     /// Every rank must call it.
     ///
@@ -195,8 +206,21 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let start = trace::now();
         let grad_scale = engine.state.lock().grad_scale;
         let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start);
+        self.count_units(&due);
         self.note(&due);
         Ok(due)
+    }
+
+    /// Counts the step for the units that have gradients in it.
+    pub(crate) fn count_units(&mut self, due: &DueStep) {
+        for (steps, with_gradient) in self.unit_steps.iter_mut().zip(&due.with_gradient) {
+            *steps += u64::from(*with_gradient);
+        }
+    }
+
+    /// Steps in which the unit had gradients: what the corrections of young moments depend on.
+    pub(crate) fn unit_steps(&self, unit: usize) -> u64 {
+        self.unit_steps[unit]
     }
 
     /// Lets the ranks compare the step, of which no collective tells.
@@ -240,6 +264,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             states: self.states.clone(),
             parts: self.parts.clone(),
             steps: self.steps,
+            unit_steps: self.unit_steps.clone(),
         }
     }
 
@@ -249,7 +274,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             if let Some(grads) = &bucket.main_grad
                 && due.with_gradient[bucket.layout.key.unit]
             {
-                self.update_bucket(engine, due.at, index, grads.data(), grads.held().start);
+                let at = StepInfo { step: self.unit_steps[bucket.layout.key.unit], ..due.at };
+                self.update_bucket(engine, at, index, grads.data(), grads.held().start);
             }
         }
     }

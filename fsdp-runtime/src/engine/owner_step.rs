@@ -276,7 +276,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             lr: self.rule.learning_rate() * overrides.lr_factor,
             overrides,
         };
-        self.rule.update(due.at.step, &mut whole).map_err(|error| Error::Param {
+        self.rule.update(self.rest.unit_steps(spec.key.unit), &mut whole).map_err(|error| Error::Param {
             param: spec.name.clone(),
             message: format!("owner rule {}: {error}", self.rule.name()),
         })

@@ -69,7 +69,8 @@ impl<M> Fsdp<M> {
         units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
     }
 
-    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used. With `step_in_backward` the
+    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used, and as with it if units had to wait
+    /// for a second backward (several forwards before their backwards, units called again later). With `step_in_backward` the
     /// main gradients are those of one unit, the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
@@ -83,7 +84,12 @@ impl<M> Fsdp<M> {
             let unit = |unit: &super::core::UnitInfo| unit.groups.iter().filter(trainable).map(shard).sum();
             plan.main_grads = engine.units.iter().map(unit).max().unwrap_or(0);
         }
-        if engine.state.lock().kept_gradients { plan.with_no_sync(layout, strategy, precision) } else { plan }
+        let state = engine.state.lock();
+        if state.kept_gradients || state.reduce.has_held_back() {
+            plan.with_no_sync(layout, strategy, precision)
+        } else {
+            plan
+        }
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers

@@ -35,7 +35,7 @@ impl<M> Fsdp<M> {
             )));
         }
         {
-            let mut state = engine.state.lock();
+            let state = engine.state.lock();
             if state.tokens.divided {
                 return Err(Error::Usage(
                     "the gradients of this step were divided by its tokens already (by clipping, or by being read): \
@@ -43,15 +43,18 @@ impl<M> Fsdp<M> {
                         .into(),
                 ));
             }
-            state.tokens.own += tokens;
         }
-        self.run_backward(loss)
+        self.run_backward(loss)?;
+        // Of a backward that failed nothing counts.
+        engine.state.lock().tokens.own += tokens;
+        Ok(())
     }
 
     /// Whether any rank has a batch left, this one having said whether it has: for ranks whose data do not run out
-    /// together. One that has none goes on with the others, on any batch, and contributes nothing: under
-    /// [`GradientScaling::PerToken`] with a loss multiplied by zero and no tokens, which leaves the gradients
-    /// exactly what the others make them.
+    /// together. One that has none goes on with the others and contributes nothing: under
+    /// [`GradientScaling::PerToken`] on a batch whose loss and gradients are zero (zeros, or targets that are all
+    /// ignored) and no tokens, which leaves the gradients exactly what the others make them. To multiply a loss by
+    /// the number 0 is not the same: candle then leaves the graph out, and the rank its reductions.
     ///
     /// ```
     /// # use candle_core::{Device, Tensor};

@@ -434,7 +434,7 @@ mod tests {
         let (left, right) = (build(&[2, 3]), build(&[3, 2]));
         let differing: Vec<usize> = (0..3).filter(|&i| left[i] != right[i]).collect();
         assert_eq!(differing, [1]);
-        assert_eq!(left[1], "`b` [2, 3] f32, unit ``, trainable, bucket 0 of 2 x 32, start 16");
+        assert_eq!(left[1], "`b` [2, 3] f32, unit `(root)`, trainable, bucket 0 of 2 x 32, start 16");
     }
 
     #[test]

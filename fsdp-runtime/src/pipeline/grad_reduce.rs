@@ -100,6 +100,7 @@ pub(crate) struct GradReducePipeline {
     last: Option<Arc<dyn Event>>,
     /// The last one among the outer ranks.
     last_outer: Option<Arc<dyn Event>>,
+    held_back: bool,
 }
 
 impl GradReducePipeline {
@@ -152,6 +153,7 @@ impl GradReducePipeline {
             reduced: None,
             last: None,
             last_outer: None,
+            held_back: false,
         }
     }
 
@@ -328,8 +330,17 @@ impl GradReducePipeline {
         }
         match self.pool.acquire(unit, &*self.streams.compute)? {
             Some((slot, buckets)) => Ok((Some(slot), buckets)),
-            None => Ok((None, self.pool.fallback(unit))),
+            None => {
+                self.held_back = true;
+                Ok((None, self.pool.fallback(unit)))
+            }
         }
+    }
+
+    /// The gradients of more units than the pool has buckets for had to be held at a time: those of units whose
+    /// next backward is still to come.
+    pub(crate) fn has_held_back(&self) -> bool {
+        self.held_back
     }
 
     fn give_back(&mut self, slot: Option<SlotId>) -> Arc<dyn Event> {
