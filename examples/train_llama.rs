@@ -10,6 +10,7 @@ use std::sync::Mutex;
 
 use anyhow::{Result, bail};
 use clap::{Args, Parser, ValueEnum};
+use fsdp::files::{AtomicFile, StoredDtype, TensorFile, TensorFileWriter};
 use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
 use fsdp::trace::Span;
@@ -19,8 +20,7 @@ use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
     Outputs, TrainOptions, TrainSummary, lanes, plot, quantity, report, shard, train,
 };
-use fsdp_models::weights::{StoredDtype, TensorFile, TensorFileWriter};
-use fsdp_models::{AtomicFile, Llama, LlamaConfig, ops};
+use fsdp_models::{Llama, LlamaConfig, ops};
 
 /// Sequences of a step, and tokens of each, where neither an option nor a token file says.
 const DEFAULT_BATCH: usize = 16;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use fsdp_models::weights::{TensorFile, save_f32};
+use fsdp::files::{TensorFile, save_f32};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -8,7 +8,7 @@ use std::{
 use fsdp::Init;
 use serde::{Deserialize, Serialize};
 
-use crate::error::FileError;
+use fsdp::files::FileError;
 
 /// Sizes and constants of a Llama-architecture model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -7,11 +7,7 @@ pub mod layers;
 pub mod llama;
 pub mod ops;
 pub mod trainer;
-pub mod weights;
 
-mod atomic_file;
-
-pub use atomic_file::AtomicFile;
 pub use config::LlamaConfig;
-pub use error::{Error, FileError, Result};
+pub use error::{Error, Result};
 pub use llama::Llama;

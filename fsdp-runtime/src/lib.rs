@@ -6,6 +6,8 @@
 
 mod sync;
 
+pub mod files;
+
 pub mod random;
 
 pub mod init;

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Mutex;
 
+use fsdp::files::{StoredDtype, TensorFile, TensorFileWriter};
 use fsdp::launch::Launcher;
 use fsdp::prelude::*;
 use fsdp_models::data::{Batches, TokenFile};
 use fsdp_models::trainer::{Outputs, TrainOptions, shard, train};
-use fsdp_models::weights::{StoredDtype, TensorFile, TensorFileWriter};
 use fsdp_models::{Llama, LlamaConfig};
 
 /// A file of the reference.

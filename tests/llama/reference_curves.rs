@@ -2,9 +2,9 @@
 
 use std::fs::File;
 
+use fsdp::files::TensorFile;
 use fsdp::prelude::*;
 use fsdp_models::trainer::TrainOptions;
-use fsdp_models::weights::TensorFile;
 use serde_json::Value;
 
 use crate::harness::{Run, Way, options, reference, run_reference};

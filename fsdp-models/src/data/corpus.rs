@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::DataError;
-use crate::error::FileError;
+use fsdp::files::FileError;
 
 const EXTENSIONS: [&str; 3] = ["rs", "md", "toml"];
 

@@ -13,7 +13,7 @@ pub use permutation::Permutation;
 pub use text::{TextDataset, TextOptions};
 pub use tokens::TokenFile;
 
-use crate::{error::FileError, weights::WeightsError};
+use fsdp::files::{FileError, TensorFileError};
 
 /// A source of global batches that any number of ranks can share.
 ///
@@ -129,7 +129,7 @@ pub enum DataError {
     File(#[from] FileError),
     /// A token file that is no safetensors file.
     #[error(transparent)]
-    Tensors(#[from] WeightsError),
+    Tensors(#[from] TensorFileError),
     /// No file to read.
     #[error("no text files given")]
     NoFiles,

@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use super::{Batch, Batches, DataError, Part, permutation::Permutation};
-use crate::error::FileError;
+use fsdp::files::FileError;
 
 /// How text becomes batches.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,7 @@ use std::path::Path;
 use safetensors::Dtype;
 
 use super::{Batch, Batches, DataError, Part};
-use crate::weights::TensorFile;
+use fsdp::files::TensorFile;
 
 /// Ids checked at a time when a file is opened.
 const CHUNK: usize = 1 << 16;

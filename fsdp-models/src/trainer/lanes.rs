@@ -5,7 +5,7 @@ use std::io::Write as _;
 
 use fsdp::trace::Span;
 
-use crate::{atomic_file::AtomicFile, error::FileError};
+use fsdp::files::{AtomicFile, FileError};
 
 const LANES: [&str; 3] = ["compute", "all-gather", "reduce"];
 const LABEL: f64 = 130.0;

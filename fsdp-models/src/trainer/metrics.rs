@@ -9,7 +9,7 @@ use std::{
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::FileError;
+use fsdp::files::FileError;
 
 /// What one optimizer step reports.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

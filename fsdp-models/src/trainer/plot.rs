@@ -11,7 +11,7 @@ use plotters::{
 };
 
 use super::metrics::StepMetrics;
-use crate::{atomic_file::AtomicFile, error::FileError};
+use fsdp::files::{AtomicFile, FileError};
 
 const SIZE: (u32, u32) = (900, 640);
 const LOSS_COLOR: RGBColor = RGBColor(31, 119, 180);

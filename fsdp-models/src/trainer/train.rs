@@ -17,7 +17,7 @@ use super::options::{TrainError, TrainOptions};
 use super::progress::Progress;
 use crate::data::{Batches, Part};
 use crate::llama::Llama;
-use crate::weights::{TensorFile, TensorFileWriter};
+use fsdp::files::{TensorFile, TensorFileWriter};
 
 /// A trace holds this many steps, the last ones: earlier ones are alike, and a long run's would not fit in
 /// memory.

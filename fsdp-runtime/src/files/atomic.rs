@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use crate::error::FileError;
+use super::FileError;
 
 /// A new file written beside its target and renamed over it by [`commit`](AtomicFile::commit).
 ///

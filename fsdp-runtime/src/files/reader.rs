@@ -14,8 +14,8 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{Mismatch, ShapeMismatch, WeightsError};
-use crate::error::FileError;
+use super::FileError;
+use super::{Mismatch, ShapeMismatch, TensorFileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -37,8 +37,8 @@ impl TensorFile {
     ///
     /// # Errors
     /// It cannot be read, or is not a safetensors file.
-    pub fn open(path: &Path) -> Result<Self, WeightsError> {
-        let malformed = |reason: String| WeightsError::Malformed { path: path.to_path_buf(), reason };
+    pub fn open(path: &Path) -> Result<Self, TensorFileError> {
+        let malformed = |reason: String| TensorFileError::Malformed { path: path.to_path_buf(), reason };
         let mut file = File::open(path).map_err(FileError::on("open", path))?;
         let length = file.metadata().map_err(FileError::on("read", path))?.len();
         if length < 8 {
@@ -79,7 +79,8 @@ impl TensorFile {
         Some(&self.info(name)?.shape)
     }
 
-    pub(crate) fn info(&self, name: &str) -> Option<&TensorInfo> {
+    /// Dtype, shape and place of a tensor.
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
@@ -107,15 +108,15 @@ impl TensorFile {
     /// [`read_range_f32`](Self::read_range_f32) reads.
     ///
     /// # Errors
-    /// [`WeightsError::Mismatch`] with everything that is missing, unexpected or of another shape;
-    /// [`WeightsError::Dtype`].
+    /// [`TensorFileError::Mismatch`] with everything that is missing, unexpected or of another shape;
+    /// [`TensorFileError::Dtype`].
     pub fn check<'a>(
         &self,
         expected: impl IntoIterator<Item = (&'a str, &'a [usize])>,
-    ) -> Result<(), WeightsError> {
+    ) -> Result<(), TensorFileError> {
         let mismatch = self.compare(expected);
         if !mismatch.is_empty() {
-            return Err(WeightsError::Mismatch { path: self.path.clone(), mismatch });
+            return Err(TensorFileError::Mismatch { path: self.path.clone(), mismatch });
         }
         match self.tensors.iter().find(|(_, info)| Float::of(info.dtype).is_none()) {
             Some((name, info)) => Err(self.not_a_float(name, info.dtype)),
@@ -128,7 +129,7 @@ impl TensorFile {
     /// # Errors
     /// No such tensor, a range past its end, an element type other than F32, BF16, F16 and F64, or a failed
     /// read.
-    pub fn read_range_f32(&self, name: &str, start: usize, out: &mut [f32]) -> Result<(), WeightsError> {
+    pub fn read_range_f32(&self, name: &str, start: usize, out: &mut [f32]) -> Result<(), TensorFileError> {
         let info = self.range(name, start, out.len())?;
         let float = Float::of(info.dtype).ok_or_else(|| self.not_a_float(name, info.dtype))?;
         let mut bytes = vec![0; CHUNK.min(out.len()) * float.size()];
@@ -143,12 +144,10 @@ impl TensorFile {
     }
 
     /// Reads elements `start..start + out.len()` of a flattened I32 tensor.
-    pub(crate) fn read_range_i32(
-        &self,
-        name: &str,
-        start: usize,
-        out: &mut [i32],
-    ) -> Result<(), WeightsError> {
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, another element type, or a failed read.
+    pub fn read_range_i32(&self, name: &str, start: usize, out: &mut [i32]) -> Result<(), TensorFileError> {
         let info = self.range(name, start, out.len())?;
         if info.dtype != Dtype::I32 {
             return Err(self.wrong_dtype(name, info.dtype, "I32"));
@@ -158,20 +157,20 @@ impl TensorFile {
         Ok(())
     }
 
-    fn range(&self, name: &str, start: usize, len: usize) -> Result<&TensorInfo, WeightsError> {
+    fn range(&self, name: &str, start: usize, len: usize) -> Result<&TensorInfo, TensorFileError> {
         let Some(info) = self.info(name) else {
-            return Err(WeightsError::NoTensor { path: self.path.clone(), name: name.to_owned() });
+            return Err(TensorFileError::NoTensor { path: self.path.clone(), name: name.to_owned() });
         };
         // The header was checked when the file was opened: the product does not overflow.
         let elements = info.shape.iter().product();
         if start.checked_add(len).is_none_or(|end| end > elements) {
             let (path, name) = (self.path.clone(), name.to_owned());
-            return Err(WeightsError::OutOfRange { path, name, start, len, elements });
+            return Err(TensorFileError::OutOfRange { path, name, start, len, elements });
         }
         Ok(info)
     }
 
-    fn read_at(&self, position: usize, bytes: &mut [u8]) -> Result<(), WeightsError> {
+    fn read_at(&self, position: usize, bytes: &mut [u8]) -> Result<(), TensorFileError> {
         // The position is set before each read: what a panicking thread left behind does not matter.
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.seek(SeekFrom::Start(self.data_start + position as u64))
@@ -180,13 +179,13 @@ impl TensorFile {
         Ok(())
     }
 
-    fn not_a_float(&self, name: &str, found: Dtype) -> WeightsError {
+    fn not_a_float(&self, name: &str, found: Dtype) -> TensorFileError {
         self.wrong_dtype(name, found, "F32, BF16, F16 or F64")
     }
 
-    fn wrong_dtype(&self, name: &str, found: Dtype, expected: &'static str) -> WeightsError {
+    fn wrong_dtype(&self, name: &str, found: Dtype, expected: &'static str) -> TensorFileError {
         let (path, name) = (self.path.clone(), name.to_owned());
-        WeightsError::Dtype { path, name, found: found.to_string(), expected }
+        TensorFileError::Dtype { path, name, found: found.to_string(), expected }
     }
 }
 
@@ -342,7 +341,7 @@ mod tests {
             format!("tensor `i` in `{at}` is I64: expected F32, BF16, F16 or F64")
         );
         let names: [(&str, &[usize]); 2] = [("a", &[2]), ("i", &[1])];
-        assert!(matches!(file.check(names), Err(WeightsError::Dtype { .. })));
+        assert!(matches!(file.check(names), Err(TensorFileError::Dtype { .. })));
     }
 
     #[test]
@@ -366,6 +365,6 @@ mod tests {
             assert!(message.starts_with(&expected), "{message}");
         }
         let absent = dir.path().join("absent");
-        assert!(matches!(TensorFile::open(&absent), Err(WeightsError::File(_))));
+        assert!(matches!(TensorFile::open(&absent), Err(TensorFileError::File(_))));
     }
 }

@@ -1,18 +1,38 @@
-//! Named tensors in safetensors files, read and written piecewise so that no rank ever holds a whole model.
+//! Files that appear whole or not at all, and named tensors in safetensors files, read and written piecewise so that
+//! no rank ever holds a whole model.
 
+mod atomic;
 mod reader;
 mod writer;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+pub use atomic::AtomicFile;
 pub use reader::TensorFile;
 pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
 
-use crate::error::FileError;
+/// A failed operation on one file or directory.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action} `{}`: {source}", path.display())]
+pub struct FileError {
+    /// What was attempted, to follow "cannot": `open`, `read`, `write`.
+    pub action: &'static str,
+    /// The file or directory.
+    pub path: PathBuf,
+    /// Why it failed.
+    pub source: std::io::Error,
+}
+
+impl FileError {
+    /// Turns an I/O error into one that names the file: `.map_err(FileError::on("read", path))`.
+    pub fn on(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> FileError {
+        move |source| FileError { action, path: path.to_path_buf(), source }
+    }
+}
 
 /// What can be wrong with a file of weights or with the way it is used.
 #[derive(Debug, thiserror::Error)]
-pub enum WeightsError {
+pub enum TensorFileError {
     /// The file cannot be opened, read or written.
     #[error(transparent)]
     File(#[from] FileError),

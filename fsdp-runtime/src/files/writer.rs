@@ -12,8 +12,8 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::WeightsError;
-use crate::{atomic_file::AtomicFile, error::FileError};
+use super::TensorFileError;
+use super::{AtomicFile, FileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -71,7 +71,7 @@ impl TensorFileWriter {
         path: &Path,
         tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>,
         dtype: StoredDtype,
-    ) -> Result<Self, WeightsError> {
+    ) -> Result<Self, TensorFileError> {
         let mut file = AtomicFile::create(path)?;
         let mut infos = Vec::new();
         let mut slots = BTreeMap::new();
@@ -85,11 +85,11 @@ impl TensorFileWriter {
                 TensorInfo { dtype: dtype.name(), shape: shape.to_vec(), data_offsets: (start, end) },
             ));
             if slots.insert(name.to_owned(), Slot { offset: start as u64, elements, written: 0 }).is_some() {
-                return Err(WeightsError::Duplicate { path: path.to_path_buf(), name: name.to_owned() });
+                return Err(TensorFileError::Duplicate { path: path.to_path_buf(), name: name.to_owned() });
             }
         }
         let header = encode_header(infos)
-            .map_err(|reason| WeightsError::Malformed { path: path.to_path_buf(), reason })?;
+            .map_err(|reason| TensorFileError::Malformed { path: path.to_path_buf(), reason })?;
         file.write_all(&header).map_err(FileError::on("write", path))?;
         let data_start = header.len() as u64;
         slots.values_mut().for_each(|slot| slot.offset += data_start);
@@ -101,15 +101,20 @@ impl TensorFileWriter {
     ///
     /// # Errors
     /// No such tensor, a range past its end, or a failed write.
-    pub fn write_range_f32(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), WeightsError> {
+    pub fn write_range_f32(
+        &mut self,
+        name: &str,
+        start: usize,
+        values: &[f32],
+    ) -> Result<(), TensorFileError> {
         let path = self.file.target();
         let Some(slot) = self.tensors.get_mut(name) else {
-            return Err(WeightsError::NoTensor { path: path.to_path_buf(), name: name.to_owned() });
+            return Err(TensorFileError::NoTensor { path: path.to_path_buf(), name: name.to_owned() });
         };
         if start.checked_add(values.len()).is_none_or(|end| end > slot.elements) {
             let (path, name) = (path.to_path_buf(), name.to_owned());
             let (len, elements) = (values.len(), slot.elements);
-            return Err(WeightsError::OutOfRange { path, name, start, len, elements });
+            return Err(TensorFileError::OutOfRange { path, name, start, len, elements });
         }
         slot.written += values.len();
         let path = path.to_path_buf();
@@ -132,11 +137,11 @@ impl TensorFileWriter {
     ///
     /// # Errors
     /// A tensor is not completely written, or writing to the disk failed; no file appears then.
-    pub fn finish(self) -> Result<(), WeightsError> {
+    pub fn finish(self) -> Result<(), TensorFileError> {
         for (name, &Slot { elements, written, .. }) in &self.tensors {
             if written != elements {
                 let (path, name) = (self.file.target().to_path_buf(), name.clone());
-                return Err(WeightsError::Incomplete { path, name, written, elements });
+                return Err(TensorFileError::Incomplete { path, name, written, elements });
             }
         }
         Ok(self.file.commit()?)
@@ -157,7 +162,7 @@ fn encode_header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> 
 ///
 /// # Errors
 /// Those of [`TensorFileWriter`].
-pub fn save_f32(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), WeightsError> {
+pub fn save_f32(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), TensorFileError> {
     save(path, tensors, StoredDtype::F32)
 }
 
@@ -165,11 +170,15 @@ pub fn save_f32(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(),
 ///
 /// # Errors
 /// Those of [`TensorFileWriter`].
-pub fn save_bf16(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), WeightsError> {
+pub fn save_bf16(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), TensorFileError> {
     save(path, tensors, StoredDtype::BF16)
 }
 
-fn save(path: &Path, tensors: &[(&str, &[usize], &[f32])], dtype: StoredDtype) -> Result<(), WeightsError> {
+fn save(
+    path: &Path,
+    tensors: &[(&str, &[usize], &[f32])],
+    dtype: StoredDtype,
+) -> Result<(), TensorFileError> {
     let declared = tensors.iter().map(|&(name, shape, _)| (name, shape));
     let mut writer = TensorFileWriter::create(path, declared, dtype)?;
     for &(name, _, values) in tensors {
@@ -262,13 +271,13 @@ mod tests {
         let path = dir.path().join("w.safetensors");
         let twice: [(&str, &[usize]); 2] = [("a", &[1]), ("a", &[1])];
         let error = TensorFileWriter::create(&path, twice, StoredDtype::F32).unwrap_err();
-        assert!(matches!(error, WeightsError::Duplicate { .. }));
+        assert!(matches!(error, TensorFileError::Duplicate { .. }));
         let mut writer = TensorFileWriter::create(&path, [("a", &[2][..])], StoredDtype::F32).unwrap();
         let error = writer.write_range_f32("a", 1, &[0.0; 2]).unwrap_err();
-        assert!(matches!(error, WeightsError::OutOfRange { start: 1, len: 2, elements: 2, .. }));
+        assert!(matches!(error, TensorFileError::OutOfRange { start: 1, len: 2, elements: 2, .. }));
         let error = writer.write_range_f32("b", 0, &[]).unwrap_err();
-        assert!(matches!(error, WeightsError::NoTensor { .. }));
+        assert!(matches!(error, TensorFileError::NoTensor { .. }));
         let error = save_f32(&dir.path().join("no").join("w"), &[]).unwrap_err();
-        assert!(matches!(error, WeightsError::File(_)));
+        assert!(matches!(error, TensorFileError::File(_)));
     }
 }
