@@ -32,6 +32,8 @@ fn params() -> impl Strategy<Value = Vec<ParamSpec>> {
             tp: None,
             tp_parts: 1,
             shared,
+            aliases: Vec::new(),
+            fused: Vec::new(),
         };
         specs.into_iter().enumerate().map(spec).collect()
     })

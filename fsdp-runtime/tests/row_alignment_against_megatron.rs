@@ -35,6 +35,8 @@ fn one_group(shapes: &[Vec<usize>], ranks: usize) -> ModelLayout {
         tp: None,
         tp_parts: 1,
         shared: false,
+        aliases: Vec::new(),
+        fused: Vec::new(),
     };
     build(shapes.iter().enumerate().map(spec).collect(), 1, ranks, None)
 }

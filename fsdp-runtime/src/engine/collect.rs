@@ -186,6 +186,8 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
                 tp: item.attrs.tp,
                 tp_parts,
                 shared: false,
+                aliases: Vec::new(),
+                fused: Vec::new(),
             });
         }
     }
@@ -225,6 +227,10 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
                     describe(theirs, spec.tp)
                 ),
             ));
+        }
+        // A clone at the same place has the same name.
+        if item.name != spec.name {
+            spec.aliases.push(item.name.clone());
         }
         // Used in two units, it must be whole whenever either runs: the root is.
         if item.unit != spec.key.unit {

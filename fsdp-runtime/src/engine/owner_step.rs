@@ -298,6 +298,8 @@ mod tests {
             tp: None,
             tp_parts: 1,
             shared: false,
+            aliases: Vec::new(),
+            fused: Vec::new(),
         };
         let of_unit = |(unit, params): (usize, &&[usize])| {
             params.iter().enumerate().map(|(index, &n)| spec(unit, index, n)).collect::<Vec<_>>()

@@ -228,6 +228,8 @@ mod tests {
             tp: None,
             tp_parts: 1,
             shared: false,
+            aliases: Vec::new(),
+            fused: Vec::new(),
         };
         let mut params = vec![spec("root".into(), 128, 0, true)];
         for unit in 1..4 {

@@ -275,6 +275,8 @@ mod tests {
             tp: None,
             tp_parts: 1,
             shared: false,
+            aliases: Vec::new(),
+            fused: Vec::new(),
         }
     }
 

@@ -4,6 +4,8 @@
 
 mod tree;
 
+use std::ops::Range;
+
 use serde::Serialize;
 
 pub use tree::{Attrs, Field, Tree};
@@ -135,12 +137,53 @@ pub struct ParamSpec {
     pub tp_parts: usize,
     /// Used under more than one name (tied); it then has a bucket of its own in the root.
     pub shared: bool,
+    /// The other names of a tied parameter, in declaration order.
+    pub aliases: Vec<String>,
+    /// The tensors that it is the concatenation of, along dim 0, if it is declared to be fused; else empty.
+    pub fused: Vec<FusedPart>,
+}
+
+/// A tensor of a checkpoint that is some rows of a fused parameter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FusedPart {
+    /// Fully qualified name, renames applied.
+    pub name: String,
+    /// Its size along dim 0; the other dims are the parameter's.
+    pub rows: usize,
+}
+
+/// A tensor as checkpoints know it: a parameter, or a part of a fused one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogicalTensor<'a> {
+    /// Fully qualified name.
+    pub name: &'a str,
+    /// Dims, outermost first.
+    pub shape: Vec<usize>,
+    /// Its elements in the flattened parameter.
+    pub elements: Range<usize>,
 }
 
 impl ParamSpec {
     /// Number of elements of the part that a tensor-parallel rank holds.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// What a checkpoint knows it as: one tensor of its name, or the parts of a fused one in order.
+    pub fn tensors(&self) -> Vec<LogicalTensor<'_>> {
+        if self.fused.is_empty() {
+            let (shape, elements) = (self.shape.clone(), 0..self.numel());
+            return vec![LogicalTensor { name: &self.name, shape, elements }];
+        }
+        let row: usize = self.shape.iter().skip(1).product();
+        let mut start = 0;
+        let mut tensors = Vec::with_capacity(self.fused.len());
+        for FusedPart { name, rows } in &self.fused {
+            let shape = std::iter::once(*rows).chain(self.shape[1..].iter().copied()).collect();
+            tensors.push(LogicalTensor { name, shape, elements: start..start + rows * row });
+            start += rows * row;
+        }
+        tensors
     }
 
     /// The dim along which tensor parallelism cuts it, if it is declared to be cut.

@@ -63,6 +63,8 @@ fn param(unit: usize, requires_grad: bool) -> ParamSpec {
         tp: None,
         tp_parts: 1,
         shared: false,
+        aliases: Vec::new(),
+        fused: Vec::new(),
     }
 }
 
