@@ -89,6 +89,8 @@ fn params_of(case: &Value, experts: bool) -> Vec<ParamSpec> {
             tp: None,
             tp_parts: 1,
             shared: param["shared"].as_bool().unwrap(),
+            aliases: Vec::new(),
+            fused: Vec::new(),
         });
     }
     specs
