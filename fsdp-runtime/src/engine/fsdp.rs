@@ -373,7 +373,7 @@ impl<M> Fsdp<M> {
     }
 
     /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened
-    /// parameter (row-major), for each part that this rank holds. Main weights take the values as they are,
+    /// parameter (row-major), for each part that this rank holds; they begin as the present ones. Main weights take the values as they are,
     /// 16-bit model weights round them.
     ///
     /// # Errors

@@ -30,12 +30,15 @@ mod sink;
 mod tokens;
 mod unit;
 
+pub(crate) use self::core::Engine;
+pub(crate) use buffers::{buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
 pub use config::{FsdpConfig, GradientScaling, Recompute};
 pub use constant::{assert_fits, check_tp_field, check_tp_size};
 pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use full_params::{Access, FullParam};
+pub(crate) use held::{Held, HeldState, StepCounts};
 pub use loss_scale::Step;
 pub use module::{Buffer, FsdpUnit, Shaped, Tie, Visitor, Walker};
 pub use optimizer::ShardedOptimizer;

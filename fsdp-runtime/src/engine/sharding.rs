@@ -118,10 +118,12 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let parts = Parts {
         id,
         config: config.clone(),
+        mesh: mesh.topology().clone(),
         strategy,
         groups: layout.buckets.iter().map(allocate).collect(),
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
+        checkpoint_comm: mesh.communicator().duplicate(&format!("{name} checkpoint")),
         comm,
         shard_comm,
         outer_comm,

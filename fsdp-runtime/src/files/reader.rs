@@ -116,6 +116,7 @@ impl TensorFile {
     ) -> Result<(), TensorFileError> {
         let mismatch = self.compare(expected);
         if !mismatch.is_empty() {
+            let mismatch = Box::new(mismatch);
             return Err(TensorFileError::Mismatch { path: self.path.clone(), mismatch });
         }
         match self.tensors.iter().find(|(_, info)| Float::of(info.dtype).is_none()) {
