@@ -13,8 +13,10 @@ use crate::ctxt::Ctxt;
 use crate::rename::RenameRule;
 use crate::suggest;
 
-const FIELD_WORDS: &[&str] =
-    &["buffer", "dtype", "expert", "frozen", "init", "no_decay", "rename", "shape", "skip", "tie_with", "tp"];
+const FIELD_WORDS: &[&str] = &[
+    "buffer", "dtype", "expert", "frozen", "fused", "init", "no_decay", "rename", "shape", "skip",
+    "tie_with", "tp",
+];
 const STRUCT_WORDS: &[&str] = &["bound", "crate", "rename_all", "tp_size"];
 const DTYPES: &[(&str, Dtype)] = &[("f32", Dtype::F32), ("bf16", Dtype::BF16), ("f16", Dtype::F16)];
 const INITS: &[(&str, usize)] = &[("zeros", 0), ("ones", 0), ("constant", 1), ("normal", 2), ("uniform", 2)];
@@ -67,6 +69,7 @@ pub struct FieldAttrs {
     pub tp: Option<Said<Tp>>,
     pub tie_with: Option<Said<LitStr>>,
     pub shape: Option<Said<Punctuated<Expr, Token![,]>>>,
+    pub fused: Option<Said<Vec<LitStr>>>,
     /// Something else was meant than what is here; a mistake was reported.
     pub is_flawed: bool,
 }
@@ -97,6 +100,7 @@ impl FieldAttrs {
                 "expert" => said.expert = Some(Said { span, value: switch(meta)? }),
                 "dtype" => said.dtype = Some(Said { span, value: dtype(meta)? }),
                 "init" => said.init = Some(Said { span, value: init(meta)? }),
+                "fused" => said.fused = Some(Said { span, value: fused(meta)? }),
                 "tp" => said.tp = Some(Said { span, value: tp(meta)? }),
                 "tie_with" => {
                     said.tie_with = Some(Said { span, value: string(meta, "tie_with = \"embed.weight\"")? });
@@ -342,6 +346,31 @@ fn shape(meta: &ParseNestedMeta) -> Result<Punctuated<Expr, Token![,]>> {
     let span = meta.input.span();
     let dims = within(meta.input, Delimiter::Bracket).map_err(|_| Error::new(span, expected))?;
     Punctuated::parse_terminated.parse2(dims)
+}
+
+fn fused(meta: &ParseNestedMeta) -> Result<Vec<LitStr>> {
+    let expected =
+        "expected `fused(\"q_proj\", \"k_proj\", \"v_proj\")`: the names of the parts in checkpoints";
+    if !meta.input.peek(syn::token::Paren) {
+        return Err(Error::new(meta.path.span(), expected));
+    }
+    let list = within(meta.input, Delimiter::Parenthesis)?;
+    let names = Punctuated::<LitStr, Token![,]>::parse_terminated.parse2(list);
+    let names: Vec<LitStr> = match names {
+        Ok(names) => names.into_iter().collect(),
+        Err(error) => return Err(Error::new(error.span(), expected)),
+    };
+    if let Some(name) = names.iter().find(|name| !name.suffix().is_empty()) {
+        return Err(Error::new(name.span(), expected));
+    }
+    match names.as_slice() {
+        [] => Err(Error::new(meta.path.span(), expected)),
+        [only] => {
+            let message = "`fused` takes at least 2 names: give another name to the whole with `rename`";
+            Err(Error::new(only.span(), message))
+        }
+        _ => Ok(names),
+    }
 }
 
 /// The tokens inside the delimiters that come next. Taken whole, because syn reports what is left inside a
