@@ -89,30 +89,27 @@ fn list(names: &[String]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// Rows of each part, for an error message.
-fn describe(parts: &[FusedPart]) -> String {
-    match parts {
-        [] => "not fused".into(),
-        _ => format!("fused of {:?} rows", parts.iter().map(|part| part.rows).collect::<Vec<_>>()),
-    }
-}
-
-/// Makes the parts of a parameter that is tied to `target` other names of the target's parts.
+/// Makes the parts of a parameter that is tied to `target` other names of the target's `parts`.
 ///
 /// # Errors
-/// If it is fused, but not as the target is.
+/// If it is fused, or was made to be, but not as the target is.
 pub(super) fn tie(declared: &Declared<'_>, target: &str, parts: &mut [FusedPart]) -> Result<()> {
-    let ours = declared.parts(false)?;
-    if ours.is_empty() {
-        return Ok(());
+    let own = declared.parts(false)?;
+    let ours = match declared.param.fused_rows() {
+        Some(rows) => rows.to_vec(),
+        None if own.is_empty() => return Ok(()),
+        None => own.iter().map(|part| part.rows * declared.tp_parts).collect(),
+    };
+    let theirs: Vec<usize> = parts.iter().map(|part| part.rows * declared.tp_parts).collect();
+    if ours != theirs {
+        let target_is =
+            if theirs.is_empty() { "not fused".into() } else { format!("fused of {theirs:?} rows") };
+        return declared.error(format!(
+            "(fused of {ours:?} rows) is tied to `{target}` ({target_is}): tied parameters must agree"
+        ));
     }
-    if !ours.iter().map(|part| part.rows).eq(parts.iter().map(|part| part.rows)) {
-        let (ours, theirs) = (describe(&ours), describe(parts));
-        let message = format!("({ours}) is tied to `{target}` ({theirs}): tied parameters must agree");
-        return Err(Error::Param { param: declared.name.into(), message });
-    }
-    for (part, ours) in parts.iter_mut().zip(ours) {
-        part.aliases.push(ours.name);
+    for (part, own) in parts.iter_mut().zip(own) {
+        part.aliases.push(own.name);
     }
     Ok(())
 }
