@@ -14,6 +14,7 @@ mod full;
 mod full_params;
 mod fused;
 mod gradients;
+mod held;
 mod history;
 mod load;
 mod loss_scale;

@@ -120,6 +120,19 @@ pub struct Mismatch {
     pub unexpected: Vec<String>,
     /// In both, with different shapes, in the model's order.
     pub shapes: Vec<ShapeMismatch>,
+    /// In both, in an element type that the model's cannot hold without loss, in the model's order.
+    pub dtypes: Vec<DtypeMismatch>,
+}
+
+/// A tensor whose element type in the file is not what the model can take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DtypeMismatch {
+    /// The tensor.
+    pub name: String,
+    /// Element type in the model.
+    pub expected: String,
+    /// Element type in the file.
+    pub found: String,
 }
 
 /// A tensor whose shape in the file is not the model's.
@@ -136,7 +149,10 @@ pub struct ShapeMismatch {
 impl Mismatch {
     /// Nothing differs.
     pub fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.unexpected.is_empty() && self.shapes.is_empty()
+        self.missing.is_empty()
+            && self.unexpected.is_empty()
+            && self.shapes.is_empty()
+            && self.dtypes.is_empty()
     }
 }
 
@@ -153,9 +169,17 @@ impl std::fmt::Display for Mismatch {
                 format!("{name} (model {expected:?}, file {found:?})")
             })
             .collect();
-        for (kind, list) in
-            [("missing", &self.missing), ("unexpected", &self.unexpected), ("of another shape", &shapes)]
-        {
+        let dtypes: Vec<String> = self
+            .dtypes
+            .iter()
+            .map(|DtypeMismatch { name, expected, found }| format!("{name} (model {expected}, file {found})"))
+            .collect();
+        for (kind, list) in [
+            ("missing", &self.missing),
+            ("unexpected", &self.unexpected),
+            ("of another shape", &shapes),
+            ("of another dtype", &dtypes),
+        ] {
             if list.is_empty() {
                 continue;
             }
