@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor};
 
-use super::module::{FsdpUnit, Tie, Visitor, Walker};
+use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
 use crate::checkpoint::StoredDtype;
@@ -16,7 +16,7 @@ pub(crate) fn buffer_list<M: FsdpUnit>(model: &M) -> Vec<(String, &Tensor)> {
     struct Buffers<'a>(Vec<(String, &'a Tensor)>);
 
     impl<'a> Visitor<'a> for Buffers<'a> {
-        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: &'a Param) {}
+        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, _: &'a Param) {}
 
         fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
 
