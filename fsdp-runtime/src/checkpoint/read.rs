@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredPart, StoredTensor};
+use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredTensor};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -137,7 +137,17 @@ impl Checkpoint {
             let message = format!("tensor `{section}:{name}` is {}, expected floats", tensor.dtype);
             return Err(CheckpointError::Usage(message));
         }
-        self.read(section, name, start, out.len(), |at, bytes| widen(tensor.dtype, bytes, &mut out[at..]))
+        let mut buffer = Vec::new();
+        self.blocks(section, name, start..start.saturating_add(out.len()), |block| {
+            let out = &mut out[block.at..block.at + block.wanted.len() / tensor.dtype.size()];
+            if tensor.dtype == StoredDtype::F32 && block.is_whole() && cfg!(target_endian = "little") {
+                return self.read_block(&block, bytemuck::cast_slice_mut(out));
+            }
+            buffer.resize(block.len, 0);
+            self.read_block(&block, &mut buffer)?;
+            widen(tensor.dtype, &buffer[block.wanted.clone()], out);
+            Ok(())
+        })
     }
 
     /// Reads elements `range` of a flattened tensor as they are, little-endian.
@@ -150,67 +160,62 @@ impl Checkpoint {
         name: &str,
         range: Range<usize>,
     ) -> Result<Vec<u8>, CheckpointError> {
-        let size = self.tensor(section, name)?.dtype.size();
         let mut out = Vec::new();
-        self.read(section, name, range.start, range.len(), |at, bytes| {
-            debug_assert_eq!(out.len(), at * size);
-            out.extend_from_slice(bytes);
+        let mut buffer = Vec::new();
+        self.blocks(section, name, range, |block| {
+            buffer.resize(block.len, 0);
+            self.read_block(&block, &mut buffer)?;
+            out.extend_from_slice(&buffer[block.wanted.clone()]);
+            Ok(())
         })?;
         Ok(out)
     }
 
-    /// Calls `take(elements since start, bytes)` for the elements `start..start + len`, in order.
-    fn read(
-        &self,
-        section: &str,
-        name: &str,
-        start: usize,
-        len: usize,
-        mut take: impl FnMut(usize, &[u8]),
+    /// Calls `take` for the blocks that the elements `range` are in, in order.
+    fn blocks<'a>(
+        &'a self,
+        section: &'a str,
+        name: &'a str,
+        range: Range<usize>,
+        mut take: impl FnMut(Block<'a>) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let tensor = self.tensor(section, name)?;
-        let Some(end) = start.checked_add(len).filter(|end| *end <= tensor.numel()) else {
-            let message = format!(
-                "elements {start}..{} of tensor `{section}:{name}` were asked for: it has {}",
-                start.saturating_add(len),
-                tensor.numel()
-            );
+        let (Range { start, end }, numel) = (range.clone(), tensor.numel());
+        if start > end || end > numel {
+            let message =
+                format!("elements {range:?} of tensor `{section}:{name}` were asked for: it has {numel}");
             return Err(CheckpointError::Usage(message));
-        };
+        }
         let first = tensor.parts.partition_point(|part| part.start + part.len <= start);
-        let mut block = Vec::new();
         for part in tensor.parts[first..].iter().take_while(|part| part.start < end) {
             let (from, to) = (start.max(part.start), end.min(part.start + part.len));
             let size = tensor.dtype.size();
             let wanted = (from - part.start) * size..(to - part.start) * size;
             for index in wanted.start / BLOCK..wanted.end.div_ceil(BLOCK) {
-                self.read_block((section, name), part, part.len * size, index, &mut block)?;
                 // Blocks are whole elements.
-                let here = wanted.start.max(index * BLOCK)..wanted.end.min((index + 1) * BLOCK);
-                let at = part.start + here.start / size - start;
-                take(at, &block[here.start - index * BLOCK..here.end - index * BLOCK]);
+                let block = index * BLOCK..((index + 1) * BLOCK).min(part.len * size);
+                let here = wanted.start.max(block.start)..wanted.end.min(block.end);
+                take(Block {
+                    tensor: (section, name),
+                    file: part.file,
+                    offset: part.offset + block.start as u64,
+                    len: block.len(),
+                    crc32: part.crc32[index],
+                    at: part.start + here.start / size - start,
+                    wanted: here.start - block.start..here.end - block.start,
+                })?;
             }
         }
         Ok(())
     }
 
-    /// Reads and checks block `index` of a part of `bytes` bytes.
-    fn read_block(
-        &self,
-        (section, name): (&str, &str),
-        part: &StoredPart,
-        bytes: usize,
-        index: usize,
-        block: &mut Vec<u8>,
-    ) -> Result<(), CheckpointError> {
-        let start = index * BLOCK;
-        block.resize(BLOCK.min(bytes - start), 0);
-        let offset = part.offset + start as u64;
-        self.read_at(part.file, offset, block)?;
-        let (found, expected) = (crc32fast::hash(block), part.crc32[index]);
+    /// Reads a block into `bytes`, which have its length, and checks it.
+    fn read_block(&self, block: &Block<'_>, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        self.read_at(block.file, block.offset, bytes)?;
+        let (found, expected) = (crc32fast::hash(bytes), block.crc32);
         if found != expected {
-            let (path, len) = (self.file_path(part.file), block.len() as u64);
-            let tensor = format!("{section}:{name}");
+            let (path, offset, len) = (self.file_path(block.file), block.offset, block.len as u64);
+            let tensor = format!("{}:{}", block.tensor.0, block.tensor.1);
             return Err(CheckpointError::Corrupted { path, offset, len, tensor, expected, found });
         }
         Ok(())
@@ -245,22 +250,46 @@ impl Checkpoint {
                 wrong.push(CheckpointError::Corrupted { path, offset: 0, len, tensor, expected, found });
             }
         }
-        let mut block = Vec::new();
+        let mut buffer = Vec::new();
         for (section, tensors) in &self.index.tensors {
             for (name, tensor) in tensors {
-                for part in &tensor.parts {
-                    for index in 0..part.crc32.len() {
-                        let bytes = part.len * tensor.dtype.size();
-                        match self.read_block((section, name), part, bytes, index, &mut block) {
-                            Err(error @ CheckpointError::Corrupted { .. }) => wrong.push(error),
-                            other => other?,
+                self.blocks(section, name, 0..tensor.numel(), |block| {
+                    buffer.resize(block.len, 0);
+                    match self.read_block(&block, &mut buffer) {
+                        Err(error @ CheckpointError::Corrupted { .. }) => {
+                            wrong.push(error);
+                            Ok(())
                         }
+                        read => read,
                     }
-                }
+                })?;
                 progress(tensor.bytes() as u64);
             }
         }
         Ok(wrong)
+    }
+}
+
+/// Bytes under one checksum, some of which are wanted.
+struct Block<'a> {
+    /// Section and name.
+    tensor: (&'a str, &'a str),
+    file: usize,
+    /// First byte in the file.
+    offset: u64,
+    /// Number of bytes.
+    len: usize,
+    crc32: u32,
+    /// Where its wanted elements go, in elements since the first that was asked for.
+    at: usize,
+    /// Which of its bytes are wanted.
+    wanted: Range<usize>,
+}
+
+impl Block<'_> {
+    /// All of it is wanted.
+    fn is_whole(&self) -> bool {
+        self.wanted == (0..self.len)
     }
 }
 

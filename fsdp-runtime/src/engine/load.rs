@@ -32,12 +32,19 @@ impl Engine {
         for group in groups {
             for item in &group.layout.items {
                 let Some(part) = self.held_part(group, item) else { continue };
-                let values = self.present_values(group, &part)?;
-                // SAFETY: the buffer is new and ours alone, and what wrote it is done.
-                let out = unsafe { values.as_mut_slice::<f32>() };
+                let place = self.f32_place(group, &part)?;
+                // SAFETY: nothing is under way (`settle`, by all who call this) that uses the weights, and this thread
+                // is their only user; otherwise the buffer is new and ours alone. What wrote it is done.
+                let values = unsafe { place.slice().as_mut_slice::<f32>() };
                 let elements = part.start - item.start..part.end - item.start;
-                write(item.param, &self.layout.params[item.param], elements, out)?;
-                self.store(group, &part, &values)?;
+                write(item.param, &self.layout.params[item.param], elements, values)?;
+                match place {
+                    F32Place::Weights(_) => {}
+                    F32Place::Main(main) => {
+                        cast(&*self.streams.compute, &main, &group.model_weight.part(part))?;
+                    }
+                    F32Place::Copy(values) => self.store(group, &part, &values)?,
+                }
             }
         }
         Ok(self.weights_changed(Change::Loaded(unit))?)
@@ -71,20 +78,28 @@ impl Engine {
         (!part.is_empty()).then_some(part)
     }
 
-    /// A copy of these weights in f32: the main weights where this rank has them.
-    fn present_values(&self, group: &GroupBuffers, part: &Range<usize>) -> Result<Slice, CommError> {
+    /// Where these weights are in f32, or a copy of them.
+    fn f32_place(&self, group: &GroupBuffers, part: &Range<usize>) -> Result<F32Place, CommError> {
         let compute = &*self.streams.compute;
-        let values = Slice::zeros(Dtype::F32, part.len(), None);
-        cast(compute, &group.model_weight.part(part.clone()), &values)?;
-        if let Some(main) = &group.main_weight {
-            let owned = owned_of(group, part);
-            if !owned.is_empty() {
-                let target = values.range(owned.start - part.start..owned.end - part.start);
-                cast(compute, &main.part(owned), &target)?;
+        let weights = group.model_weight.part(part.clone());
+        let place = match &group.main_weight {
+            None if weights.dtype() == Dtype::F32 => F32Place::Weights(weights),
+            Some(main) if owned_of(group, part) == *part => F32Place::Main(main.part(part.clone())),
+            main => {
+                let values = Slice::zeros(Dtype::F32, part.len(), None);
+                cast(compute, &weights, &values)?;
+                if let Some(main) = main {
+                    let owned = owned_of(group, part);
+                    if !owned.is_empty() {
+                        let target = values.range(owned.start - part.start..owned.end - part.start);
+                        cast(compute, &main.part(owned), &target)?;
+                    }
+                }
+                F32Place::Copy(values)
             }
-        }
+        };
         compute.record().synchronize()?;
-        Ok(values)
+        Ok(place)
     }
 
     fn store(&self, group: &GroupBuffers, part: &Range<usize>, values: &Slice) -> Result<(), CommError> {
@@ -97,6 +112,23 @@ impl Engine {
             }
         }
         cast(compute, values, &group.model_weight.part(part.clone()))
+    }
+}
+
+/// Weights in f32.
+enum F32Place {
+    /// The model weights themselves, which have no main weights.
+    Weights(Slice),
+    /// The main weights.
+    Main(Slice),
+    Copy(Slice),
+}
+
+impl F32Place {
+    fn slice(&self) -> &Slice {
+        match self {
+            F32Place::Weights(slice) | F32Place::Main(slice) | F32Place::Copy(slice) => slice,
+        }
     }
 }
 
