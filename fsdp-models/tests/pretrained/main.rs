@@ -1,0 +1,7 @@
+//! Pretrained weights in files, in shards, and back.
+
+mod fixtures;
+mod gguf;
+mod indexed;
+mod load;
+mod save;
