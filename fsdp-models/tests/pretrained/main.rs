@@ -2,6 +2,7 @@
 
 mod fixtures;
 mod gguf;
+mod hostile;
 mod indexed;
 mod load;
 mod save;
