@@ -165,7 +165,7 @@ impl Llama {
         let mismatch = pretrained.check()?;
         if !mismatch.is_empty() {
             let path = pretrained.weights.path().to_path_buf();
-            return Err(TensorFileError::Mismatch { path, mismatch }.into());
+            return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
         }
         let model = Llama::new(&pretrained.config)?.fully_shard_with(mesh, config)?;
         pretrained.load(&model, Strictness::Strict)?;
