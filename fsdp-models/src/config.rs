@@ -34,7 +34,7 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// Longest sequence.
     pub max_position_embeddings: usize,
-    /// Standard deviation of the initial weights.
+    /// Standard deviation of the initial weights; they may be all zeros.
     pub initializer_range: f64,
     /// Width of a head where it is not `hidden_size / num_attention_heads`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -111,7 +111,11 @@ impl LlamaConfig {
 
     /// How weight matrices start.
     pub fn init(&self) -> Init {
-        Init::Normal { mean: 0.0, std: self.initializer_range as f32 }
+        match self.initializer_range as f32 {
+            // The same, without the draws.
+            0.0 => Init::Zeros,
+            std => Init::Normal { mean: 0.0, std },
+        }
     }
 
     /// Checks that such a model can be built.
@@ -157,14 +161,14 @@ impl LlamaConfig {
         if !self.head_dim().is_multiple_of(2) {
             return Err(ConfigError::OddHeadDim { head_dim: self.head_dim() });
         }
-        for (field, value) in [
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("rope_theta", self.rope_theta),
-            ("initializer_range", self.initializer_range),
-        ] {
+        for (field, value) in [("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)] {
             if !(value.is_finite() && value > 0.0) {
                 return Err(ConfigError::NotPositive { field, value });
             }
+        }
+        let value = self.initializer_range;
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(ConfigError::Negative { field: "initializer_range", value });
         }
         Ok(())
     }
@@ -274,6 +278,14 @@ pub enum ConfigError {
     /// A constant that must be positive.
     #[error("{field} is {value}: it must be finite and positive")]
     NotPositive {
+        /// Which constant.
+        field: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A constant that may be 0, but not below.
+    #[error("{field} is {value}: it must be finite and not negative")]
+    Negative {
         /// Which constant.
         field: &'static str,
         /// Its value.
@@ -391,6 +403,14 @@ mod tests {
         );
         assert_eq!(message(|c| c.rope_theta = 0.0), "rope_theta is 0: it must be finite and positive");
         assert_eq!(
+            message(|c| c.initializer_range = -0.02),
+            "initializer_range is -0.02: it must be finite and not negative"
+        );
+        assert_eq!(
+            message(|c| c.intermediate_size = 1 << 30),
+            "intermediate_size is 1073741824: it must be at most 16777216"
+        );
+        assert_eq!(
             message(|c| c.rms_norm_eps = f64::NAN),
             "rms_norm_eps is NaN: it must be finite and positive"
         );
@@ -400,6 +420,8 @@ mod tests {
     fn variants_that_compute_something_else_are_refused() {
         for (field, message) in [
             (r#""hidden_act": "gelu""#, "hidden_act is `gelu`: only `silu` is supported"),
+            (r#""model_type": "qwen2""#, "model_type is `qwen2`: only `llama` is supported"),
+            (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor is `0.5`: only `1` is supported"),
             (r#""mlp_bias": true"#, "mlp_bias is `true`: only `false` is supported"),
             (
                 r#""rope_scaling": {"rope_type": "llama3", "factor": 8.0}"#,

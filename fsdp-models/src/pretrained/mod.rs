@@ -41,11 +41,10 @@ const ROPE_BYTES: u64 = 1 << 26;
 /// use std::path::Path;
 /// use fsdp::prelude::*;
 /// use fsdp_models::pretrained::{Pretrained, Strictness};
-/// use fsdp_models::Llama;
 ///
 /// let pretrained = Pretrained::open(Path::new("SmolLM2-135M-Instruct"))?;
 /// fsdp::launch::local(2, |world| -> fsdp_models::Result<()> {
-///     let model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
+///     let model = pretrained.model()?.fully_shard(&world.data_parallel_mesh())?;
 ///     let report = pretrained.load(&model, Strictness::Strict)?;
 ///     println!("{report}");
 ///     Ok(())
@@ -113,6 +112,15 @@ impl Pretrained {
         &self.config
     }
 
+    /// The model, before it is sharded and its weights are loaded: until then they are zeros, where [`Llama::new`] would draw
+    /// values that nobody sees.
+    ///
+    /// # Errors
+    /// If there is no model of this configuration.
+    pub fn model(&self) -> crate::Result<Llama> {
+        Llama::new(&LlamaConfig { initializer_range: 0.0, ..self.config.clone() })
+    }
+
     /// The weights.
     pub fn weights(&self) -> &Weights {
         &self.weights
@@ -167,7 +175,7 @@ impl Llama {
             let path = pretrained.weights.path().to_path_buf();
             return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
         }
-        let model = Llama::new(&pretrained.config)?.fully_shard_with(mesh, config)?;
+        let model = pretrained.model()?.fully_shard_with(mesh, config)?;
         pretrained.load(&model, Strictness::Strict)?;
         Ok(model)
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::Tensor;
 use fsdp::prelude::*;
-use fsdp_models::pretrained::{LoadReport, Pretrained, Strictness, Weights};
+use fsdp_models::pretrained::{LoadReport, Pretrained, SaveOptions, Strictness, Weights, save_pretrained};
 use fsdp_models::{Llama, LlamaConfig};
 use safetensors::Dtype as Stored;
 
@@ -270,6 +270,55 @@ fn any_model_loads_a_tied_parameter_by_any_of_its_names() {
         })
         .unwrap();
     }
+}
+
+/// Two projections in one parameter.
+#[derive(FsdpUnit)]
+struct FusedBlock {
+    #[fsdp(fused("q_proj.weight", "k_proj.weight"))]
+    projections: Param,
+    norm: Inner,
+}
+
+#[test]
+fn a_fused_parameter_is_loaded_from_its_parts_and_saved_as_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let content = |name: &str, rows: usize| (name.to_owned(), (vec![rows, 3], values(name, rows * 3)));
+    let mut file: Tensors =
+        [content("q_proj.weight", 7), content("k_proj.weight", 4), content("norm.weight", 2)].into();
+    write_tensors(&path, &file, |_| Stored::BF16);
+    let model = || FusedBlock {
+        projections: Param::new((11, 3)).with_fused_rows([7, 4]),
+        norm: Inner { weight: Param::new((2, 3)) },
+    };
+    for ranks in 1..=3 {
+        launch::local(ranks, |world| -> fsdp_models::Result<()> {
+            let model = model().fully_shard(&world.data_parallel_mesh())?;
+            let report = Weights::open(&path)?.load(&model, Strictness::Strict)?;
+            assert_eq!(report.loaded, 3);
+            assert_same(&gathered(&model), &file);
+            let again = dir.path().join("again");
+            save_pretrained(&model, &serde_json::Map::new(), &again, &SaveOptions::default())?;
+            Weights::open(&again)?.load(&model, Strictness::Strict)?;
+            assert_same(&gathered(&model), &file);
+            Ok(())
+        })
+        .unwrap();
+    }
+    // A part that is not there keeps its rows.
+    file.remove("q_proj.weight");
+    write_tensors(&path, &file, |_| Stored::BF16);
+    launch::local(2, |world| -> fsdp_models::Result<()> {
+        let model = model().fully_shard(&world.data_parallel_mesh())?;
+        let mut expected = gathered(&model);
+        let report = Weights::open(&path)?.load(&model, Strictness::Lenient)?;
+        assert_eq!(report.skipped.missing, ["q_proj.weight"]);
+        expected.extend(file.clone());
+        assert_same(&gathered(&model), &expected);
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]
