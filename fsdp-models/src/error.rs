@@ -2,7 +2,9 @@
 
 use fsdp::files::{FileError, TensorFileError};
 
-use crate::{config::ConfigError, data::DataError, trainer::TrainError, trainer::plot::PlotError};
+use crate::{
+    config::ConfigError, data::DataError, lora::LoraError, trainer::TrainError, trainer::plot::PlotError,
+};
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -19,6 +21,9 @@ pub enum Error {
     /// A model configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// Adapters.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),

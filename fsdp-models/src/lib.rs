@@ -5,6 +5,7 @@ pub mod data;
 pub mod error;
 pub mod layers;
 pub mod llama;
+pub mod lora;
 pub mod ops;
 pub mod trainer;
 
