@@ -97,7 +97,7 @@ impl TrainOptions {
         }
         let part = Part { rank: 0, world: ranks, microbatch: 0, microbatches: self.microbatches };
         part.rows(data.rows())?;
-        Ok(data.check_steps(self.steps)?)
+        Ok(data.check_steps(0, self.steps)?)
     }
 }
 

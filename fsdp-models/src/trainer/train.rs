@@ -104,10 +104,12 @@ pub fn train(
         let lr = options.learning_rate(step);
         optimizer.set_learning_rate(lr);
 
+        let served = (step * data.rows()) as u64;
         let mut loss_sum = 0.0;
         for microbatch in 0..microbatches {
             let part = Part { rank: world.rank(), world: world.size(), microbatch, microbatches };
-            let batch = data.batch(step, part)?.to_tensors(&Device::Cpu)?;
+            let batch = data.batch(served, part)?.to_tensors(&Device::Cpu)?;
+            model.set_first_sample(part.rows(data.rows())?.start as u64);
             model.set_is_last_microbatch(microbatch + 1 == microbatches);
             let loss: Tensor = model.forward(&batch)?;
             loss_sum += f64::from(loss.to_scalar::<f32>()?);
