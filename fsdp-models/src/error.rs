@@ -3,7 +3,8 @@
 use fsdp::files::{FileError, TensorFileError};
 
 use crate::{
-    config::ConfigError, data::DataError, lora::LoraError, trainer::TrainError, trainer::plot::PlotError,
+    config::ConfigError, data::DataError, generate::GenerateError, lora::LoraError, trainer::TrainError,
+    trainer::plot::PlotError,
 };
 
 /// Result of this crate's functions.
@@ -24,6 +25,9 @@ pub enum Error {
     /// Adapters.
     #[error(transparent)]
     Lora(#[from] LoraError),
+    /// A completion.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),

@@ -3,10 +3,12 @@
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod generate;
 pub mod layers;
 pub mod llama;
 pub mod lora;
 pub mod ops;
+mod random;
 pub mod trainer;
 
 pub use config::LlamaConfig;
