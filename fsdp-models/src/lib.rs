@@ -8,9 +8,12 @@ pub mod layers;
 pub mod llama;
 pub mod lora;
 pub mod ops;
+pub mod pretrained;
 mod random;
+pub mod tokenizer;
 pub mod trainer;
 
 pub use config::LlamaConfig;
 pub use error::{Error, Result};
 pub use llama::Llama;
+pub use tokenizer::Tokenizer;

@@ -2,12 +2,14 @@
 //! no rank ever holds a whole model.
 
 mod atomic;
+mod positioned;
 mod reader;
 mod writer;
 
 use std::path::{Path, PathBuf};
 
 pub use atomic::AtomicFile;
+pub use positioned::PositionedFile;
 pub use reader::TensorFile;
 pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
 
