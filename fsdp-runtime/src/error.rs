@@ -62,6 +62,14 @@ pub enum Error {
         /// What that one has.
         theirs: String,
     },
+    /// A rank failed in what all ranks do together; see [`Fsdp::agree_on`](crate::Fsdp::agree_on).
+    #[error("{message}")]
+    OnRank {
+        /// The first rank that failed.
+        failed: usize,
+        /// Its error.
+        message: String,
+    },
     /// A call that makes no sense in the present state.
     #[error("{0}")]
     Usage(String),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use fsdp::files::FileError;
+use fsdp::files::{FileError, StoredDtype};
 
 /// What can be wrong with pretrained weights beyond what is wrong with one safetensors file.
 #[derive(Debug, thiserror::Error)]
@@ -29,5 +29,47 @@ pub enum PretrainedError {
         key: String,
         /// What came and what was expected.
         reason: String,
+    },
+    /// A directory without weights.
+    #[error("`{}` has neither model.safetensors nor model.safetensors.index.json", .path.display())]
+    NoWeights {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// An index of several files that is damaged, or not the index of these files.
+    #[error("`{}` is not the index of its files: {reason}", .path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A configuration that cannot be that of the weights.
+    #[error("`{}` is of another model than its configuration: {reason}", .path.display())]
+    Contradiction {
+        /// The weights.
+        path: PathBuf,
+        /// What differs.
+        reason: String,
+    },
+    /// A finite value that would be stored as an infinite one.
+    #[error("element {element} of `{name}` is {value}: it becomes infinite in {dtype:?}")]
+    Overflow {
+        /// The tensor.
+        name: String,
+        /// Which element of it, flattened.
+        element: usize,
+        /// Its value.
+        value: f32,
+        /// What it was to be stored in.
+        dtype: StoredDtype,
+    },
+    /// A parameter of which each rank has a part by tensor parallelism.
+    #[error("parameter `{name}` is cut in {parts} by tensor parallelism: only whole ones can be saved")]
+    Cut {
+        /// The parameter.
+        name: String,
+        /// Its parts.
+        parts: usize,
     },
 }

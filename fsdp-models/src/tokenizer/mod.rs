@@ -3,12 +3,14 @@
 mod gguf;
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use fsdp::files::{AtomicFile, FileError};
 use serde_json::{Map, Value};
+
+use crate::pretrained::is_gguf;
 
 /// A model's tokenizer. Threads may share it.
 ///
@@ -146,12 +148,6 @@ fn open_json(file: &Path) -> crate::Result<(tokenizers::Tokenizer, Map<String, V
         Err(error) => return Err(FileError::on("read", &path)(error).into()),
     };
     Ok((tokenizer, config))
-}
-
-fn is_gguf(path: &Path) -> crate::Result<bool> {
-    let mut file = fs::File::open(path).map_err(FileError::on("open", path))?;
-    let mut magic = [0; 4];
-    Ok(file.read_exact(&mut magic).is_ok() && magic == *b"GGUF")
 }
 
 /// The libraries that build tokenizers check their input, but not against all that a damaged file can hold.

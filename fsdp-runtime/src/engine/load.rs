@@ -10,7 +10,7 @@ use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
     /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
-    /// for each part of a parameter. Both the main weights and the model weights get them.
+    /// for each part of a parameter, whose present values it finds. Both the main weights and the model weights get them.
     pub(crate) fn fill_weights(
         &self,
         write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
@@ -36,7 +36,14 @@ impl Engine {
                     continue;
                 }
                 let values = Slice::zeros(Dtype::F32, end - start, None);
-                // SAFETY: the buffer is new and ours alone.
+                let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
+                let main = group.main_weight.as_ref().filter(|_| from < to).map(|main| main.part(from..to));
+                cast(compute, &group.model_weight.part(start..end), &values)?;
+                if let Some(main) = &main {
+                    cast(compute, main, &values.range(from - start..to - start))?;
+                }
+                compute.record().synchronize()?;
+                // SAFETY: the buffer is ours alone, and what wrote it is done.
                 let out = unsafe { values.as_mut_slice::<f32>() };
                 write(
                     item.param,
@@ -44,11 +51,8 @@ impl Engine {
                     start - item.start..end - item.start,
                     out,
                 )?;
-                if let Some(main) = &group.main_weight {
-                    let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
-                    if from < to {
-                        cast(compute, &values.range(from - start..to - start), &main.part(from..to))?;
-                    }
+                if let Some(main) = &main {
+                    cast(compute, &values.range(from - start..to - start), main)?;
                 }
                 cast(compute, &values, &group.model_weight.part(start..end))?;
             }

@@ -1,9 +1,7 @@
 //! Reading ranges of named tensors.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::Path,
-};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use half::{bf16, f16};
 use safetensors::{
@@ -11,7 +9,8 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{Mismatch, PositionedFile, ShapeMismatch, TensorFileError};
+use super::mismatch::FLOATS;
+use super::{FoundTensor, Mismatch, PositionedFile, TensorFileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -79,44 +78,34 @@ impl TensorFile {
         self.tensors.get(name)
     }
 
+    /// All tensors, sorted by name, to be held against a model's.
+    pub fn found(&self) -> impl Iterator<Item = FoundTensor<'_>> {
+        self.tensors.iter().map(|(name, info)| FoundTensor {
+            name,
+            shape: &info.shape,
+            unreadable: Float::of(info.dtype).is_none().then(|| info.dtype.to_string()),
+        })
+    }
+
     /// How the file differs from a model's list of names and shapes.
     pub fn compare<'a>(&self, expected: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Mismatch {
-        let mut mismatch = Mismatch::default();
-        let mut known = BTreeSet::new();
-        for (name, expected) in expected {
-            known.insert(name);
-            match self.shape(name) {
-                None => mismatch.missing.push(name.to_owned()),
-                Some(found) if found != expected => mismatch.shapes.push(ShapeMismatch {
-                    name: name.to_owned(),
-                    expected: expected.to_vec(),
-                    found: found.to_vec(),
-                }),
-                Some(_) => {}
-            }
-        }
-        mismatch.unexpected = self.names().filter(|name| !known.contains(name)).map(str::to_owned).collect();
-        mismatch
+        Mismatch::between(expected, self.found())
     }
 
     /// Fails unless the file holds exactly these tensors, in element types that
     /// [`read_range_f32`](Self::read_range_f32) reads.
     ///
     /// # Errors
-    /// [`TensorFileError::Mismatch`] with everything that is missing, unexpected or of another shape;
-    /// [`TensorFileError::Dtype`].
+    /// [`TensorFileError::Mismatch`] with everything that is missing, unexpected, of another shape or dtype.
     pub fn check<'a>(
         &self,
         expected: impl IntoIterator<Item = (&'a str, &'a [usize])>,
     ) -> Result<(), TensorFileError> {
         let mismatch = self.compare(expected);
-        if !mismatch.is_empty() {
-            return Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch });
+        if mismatch.is_empty() {
+            return Ok(());
         }
-        match self.tensors.iter().find(|(_, info)| Float::of(info.dtype).is_none()) {
-            Some((name, info)) => Err(self.not_a_float(name, info.dtype)),
-            None => Ok(()),
-        }
+        Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch })
     }
 
     /// Reads elements `start..start + out.len()` of the flattened tensor, converted to `f32`.
@@ -170,7 +159,7 @@ impl TensorFile {
     }
 
     fn not_a_float(&self, name: &str, found: Dtype) -> TensorFileError {
-        self.wrong_dtype(name, found, "F32, BF16, F16 or F64")
+        self.wrong_dtype(name, found, FLOATS)
     }
 
     fn wrong_dtype(&self, name: &str, found: Dtype, expected: &'static str) -> TensorFileError {

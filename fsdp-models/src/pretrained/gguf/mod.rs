@@ -12,7 +12,7 @@ use std::path::Path;
 use candle_core::Device;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
-use fsdp::files::PositionedFile;
+use fsdp::files::{FoundTensor, PositionedFile};
 use half::{bf16, f16};
 
 use super::error::PretrainedError;
@@ -140,9 +140,9 @@ impl GgufFile {
         &self.config
     }
 
-    /// Hugging Face's names of all tensors, sorted; llama.cpp's where that has none.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+    /// All tensors under Hugging Face's names, those that have none under llama.cpp's, sorted by name.
+    pub fn found(&self) -> impl Iterator<Item = FoundTensor<'_>> {
+        self.tensors.iter().map(|(name, tensor)| FoundTensor { name, shape: &tensor.shape, unreadable: None })
     }
 
     /// Dims of a tensor, outermost first.
