@@ -120,6 +120,11 @@ impl Drop for Exchanged<'_> {
 }
 
 impl Ema {
+    /// The average of each bucket's weights, `None` for frozen ones.
+    pub(crate) fn shards(&self) -> &[Option<Slice>] {
+        &self.shards
+    }
+
     /// Averages over the short past at first: update `t`, from 1, keeps `min(decay, (1 + t) / (10 + t))`.
     pub fn warmup(mut self) -> Self {
         self.warmup = true;
@@ -173,7 +178,7 @@ impl Ema {
         Ok(())
     }
 
-    fn check(&self, engine: &Engine) -> Result<()> {
+    pub(crate) fn check(&self, engine: &Engine) -> Result<()> {
         if engine.id() != self.engine {
             return Err(Error::Usage("this average was made by another model's `ema(..)`".into()));
         }

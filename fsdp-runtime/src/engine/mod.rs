@@ -13,6 +13,7 @@ mod fsdp;
 mod full;
 mod full_params;
 mod gradients;
+mod held;
 mod history;
 mod load;
 mod loss_scale;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::backward_step;
 use super::core::Engine;
 use super::fsdp::Fsdp;
+use super::held::StepCounts;
 use super::param_groups::ParamGroups;
 use crate::comm::Phase;
 use crate::device::{Slice, read_f32, update_f32};
@@ -26,6 +27,8 @@ pub struct ShardedOptimizer<O> {
     states: Vec<Vec<Slice>>,
     /// What is updated in each bucket.
     parts: Vec<Vec<Part>>,
+    /// The physical parameters that it updates, on any rank.
+    updated: Vec<usize>,
     /// Steps taken.
     steps: u64,
     /// By unit: those in which it had gradients.
@@ -34,12 +37,12 @@ pub struct ShardedOptimizer<O> {
 
 /// A part of a parameter that this rank's optimizer updates; never empty.
 #[derive(Clone, Debug)]
-struct Part {
-    param: usize,
+pub(crate) struct Part {
+    pub param: usize,
     /// Elements of the bucket.
-    range: Range<usize>,
+    pub range: Range<usize>,
     /// Its first element in the state buffers.
-    state: usize,
+    pub state: usize,
 }
 
 /// How state buffers are laid out.
@@ -108,6 +111,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         rule.validate()?;
         let mut all_parts = Vec::with_capacity(engine.groups.len());
         let mut states = Vec::with_capacity(engine.groups.len());
+        let mut updated = Vec::new();
         for bucket in &engine.groups {
             let extent = bucket.owned.clone();
             let mut parts: Vec<Part> = Vec::new();
@@ -116,6 +120,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             for item in bucket.layout.items.iter().filter(|item| trainable && updates(item.param)) {
                 // On every rank, whether or not it holds a part.
                 rule.check_overrides(groups.of(item.param).overrides())?;
+                updated.push(item.param);
                 let range = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
                 if range.is_empty() {
                     continue;
@@ -139,9 +144,28 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             groups,
             states,
             parts: all_parts,
+            updated,
             steps: 0,
             unit_steps,
         })
+    }
+
+    /// By bucket: the state buffers, and the parts that are updated with them.
+    pub(crate) fn state_parts(&self) -> impl Iterator<Item = (&[Slice], &[Part])> {
+        self.states.iter().map(Vec::as_slice).zip(self.parts.iter().map(Vec::as_slice))
+    }
+
+    /// The physical parameters that it updates, on any rank.
+    pub(crate) fn updated_params(&self) -> &[usize] {
+        &self.updated
+    }
+
+    pub(crate) fn step_counts(&self) -> StepCounts {
+        StepCounts { steps: self.steps, unit_steps: self.unit_steps.clone() }
+    }
+
+    pub(crate) fn set_step_counts(&mut self, counts: StepCounts) {
+        (self.steps, self.unit_steps) = (counts.steps, counts.unit_steps);
     }
 
     /// The update rule.
@@ -263,6 +287,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             groups: self.groups.clone(),
             states: self.states.clone(),
             parts: self.parts.clone(),
+            updated: self.updated.clone(),
             steps: self.steps,
             unit_steps: self.unit_steps.clone(),
         }

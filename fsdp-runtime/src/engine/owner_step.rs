@@ -123,6 +123,23 @@ fn choose_owners(
 }
 
 impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
+    /// The optimizer of the parameters without owner.
+    pub(crate) fn rest_optimizer(&self) -> &ShardedOptimizer<O> {
+        &self.rest
+    }
+
+    pub(crate) fn rest_optimizer_mut(&mut self) -> &mut ShardedOptimizer<O> {
+        &mut self.rest
+    }
+
+    /// The physical parameters that have an owner, and their states, which only the owner has.
+    pub(crate) fn owned_states(&self) -> impl Iterator<Item = (usize, &[Slice])> {
+        let states = self.owners.iter().zip(&self.states).enumerate();
+        states
+            .filter(|(_, (owner, _))| owner.is_some())
+            .map(|(param, (_, states))| (param, states.as_slice()))
+    }
+
     /// The rule for whole parameters.
     pub fn rule(&self) -> &R {
         &self.rule

@@ -12,7 +12,7 @@ pub struct Mismatch {
     pub unexpected: Vec<String>,
     /// In both, with different shapes, in the model's order.
     pub shapes: Vec<ShapeMismatch>,
-    /// In both, of an element type that cannot be converted to the model's, in the model's order.
+    /// In both, in an element type that the model's cannot hold without loss, in the model's order.
     pub dtypes: Vec<DtypeMismatch>,
 }
 
@@ -27,13 +27,13 @@ pub struct ShapeMismatch {
     pub found: Vec<usize>,
 }
 
-/// A tensor whose element type in the file is none that the model's weights can be read from.
+/// A tensor whose element type in the file is not what the model can take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DtypeMismatch {
     /// The tensor.
     pub name: String,
-    /// What could be read.
-    pub expected: &'static str,
+    /// Element type in the model.
+    pub expected: String,
     /// Element type in the file.
     pub found: String,
 }
@@ -48,9 +48,6 @@ pub struct FoundTensor<'a> {
     /// Its element type, if that cannot be read.
     pub unreadable: Option<String>,
 }
-
-/// The element types that weights are read from.
-pub(super) const FLOATS: &str = "F32, BF16, F16 or F64";
 
 impl Mismatch {
     /// How the tensors that were found differ from a model's list of names and shapes.
@@ -71,7 +68,11 @@ impl Mismatch {
                 mismatch.shapes.push(ShapeMismatch { name: name.to_owned(), expected, found });
             }
             if let Some(found) = tensor.unreadable {
-                mismatch.dtypes.push(DtypeMismatch { name: name.to_owned(), expected: FLOATS, found });
+                mismatch.dtypes.push(DtypeMismatch {
+                    name: name.to_owned(),
+                    expected: "a float".into(),
+                    found,
+                });
             }
         }
         mismatch.unexpected = found.into_keys().map(str::to_owned).collect();
@@ -101,9 +102,7 @@ impl fmt::Display for Mismatch {
         let dtypes: Vec<String> = self
             .dtypes
             .iter()
-            .map(|DtypeMismatch { name, expected, found }| {
-                format!("{name} (expected {expected}, file {found})")
-            })
+            .map(|DtypeMismatch { name, expected, found }| format!("{name} (model {expected}, file {found})"))
             .collect();
         for (kind, list) in [
             ("missing", &self.missing),

@@ -9,7 +9,6 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::mismatch::FLOATS;
 use super::{FoundTensor, Mismatch, PositionedFile, TensorFileError};
 
 /// Elements converted at a time.
@@ -159,7 +158,7 @@ impl TensorFile {
     }
 
     fn not_a_float(&self, name: &str, found: Dtype) -> TensorFileError {
-        self.wrong_dtype(name, found, FLOATS)
+        self.wrong_dtype(name, found, "F32, BF16, F16 or F64")
     }
 
     fn wrong_dtype(&self, name: &str, found: Dtype, expected: &'static str) -> TensorFileError {

@@ -1,0 +1,96 @@
+//! What can be wrong with a checkpoint.
+
+use std::path::PathBuf;
+
+use crate::files::{FileError, Mismatch};
+
+/// Why a checkpoint cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A file or directory could not be made, opened, read, written, renamed or removed.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A rank failed; all ranks report the same.
+    #[error("rank {rank}: {message}")]
+    OnRank {
+        /// The first rank that failed.
+        rank: usize,
+        /// Why.
+        message: String,
+    },
+    /// There is no checkpoint in a directory where one was asked for.
+    #[error("`{}` is not a checkpoint: it has no `index.json`", .path.display())]
+    NotACheckpoint {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// An index, or a file that it names, is not what it claims to be.
+    #[error("`{}` is not valid: {reason}", .path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Bytes that are not those that were written.
+    #[error(
+        "`{}` is corrupted: bytes {offset}..{} have the checksum {found:08x}, {expected:08x} was written (in tensor \
+         `{tensor}`)",
+        .path.display(), .offset + .len
+    )]
+    Corrupted {
+        /// The file.
+        path: PathBuf,
+        /// First byte of the block.
+        offset: u64,
+        /// Bytes of the block.
+        len: u64,
+        /// The tensor that it is of, with its section.
+        tensor: String,
+        /// Checksum in the index.
+        expected: u32,
+        /// Checksum of what is there.
+        found: u32,
+    },
+    /// A checkpoint of a later format.
+    #[error("`{}` has format version {found}: this program knows versions up to {supported}", .path.display())]
+    Version {
+        /// The index.
+        path: PathBuf,
+        /// Its version.
+        found: u64,
+        /// The latest that can be read.
+        supported: u64,
+    },
+    /// The checkpoint is of another model, or of other training state.
+    #[error("checkpoint `{}` does not fit:{}", .path.display(), listed(.sections))]
+    Mismatch {
+        /// The checkpoint.
+        path: PathBuf,
+        /// All differences, by section.
+        sections: Vec<(String, Mismatch)>,
+    },
+    /// State that a checkpoint does not have.
+    #[error("checkpoint `{}` has no {what}: it has {present}", .path.display())]
+    Absent {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What was asked for.
+        what: String,
+        /// What there is of the kind.
+        present: String,
+    },
+    /// Another program, or another part of this one, is saving into the same directory.
+    #[error("`{}` is being written to by another program: every run needs a directory of its own", .path.display())]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A setting that makes no sense, or a call at a time when it makes none.
+    #[error("{0}")]
+    Usage(String),
+}
+
+fn listed(sections: &[(String, Mismatch)]) -> String {
+    sections.iter().map(|(section, mismatch)| format!("\n {section}:{mismatch}")).collect()
+}

@@ -1,0 +1,282 @@
+//! The index of a checkpoint: for every tensor its dtype, its shape, and where its elements are.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::CheckpointError;
+
+/// Version of the format that this program writes, the latest that it reads.
+pub const FORMAT_VERSION: u64 = 1;
+
+/// Name of the index in a checkpoint's directory.
+pub const INDEX_FILE: &str = "index.json";
+
+/// Bytes under one checksum.
+pub(super) const BLOCK: usize = 1 << 20;
+
+const FORMAT: &str = "fsdp-checkpoint";
+
+/// The tensors of one section, by name.
+pub type Section = BTreeMap<String, StoredTensor>;
+
+/// What `index.json` holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Index {
+    pub(super) format: String,
+    pub(super) version: u64,
+    /// Optimizer steps taken.
+    pub step: u64,
+    /// Seed of initial weights and random streams.
+    pub seed: u64,
+    /// The run that wrote it; for information only.
+    pub written_by: Writer,
+    /// The files that hold the tensors.
+    pub files: Vec<StoredFile>,
+    /// Small state, by name: of the optimizer, and what the program has added.
+    pub values: BTreeMap<String, serde_json::Value>,
+    /// The tensors, by section (`model`, `optimizer.exp_avg`, ..) and name.
+    pub tensors: BTreeMap<String, Section>,
+}
+
+/// Who wrote a checkpoint. Loading does not depend on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Writer {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The mesh, as `dp_outer 2 x dp_shard 4`.
+    pub mesh: String,
+    /// What was sharded.
+    pub strategy: String,
+    /// Dtypes.
+    pub precision: String,
+    /// Where shard boundaries could fall.
+    pub alignment: String,
+    /// Version of this library.
+    pub library: String,
+}
+
+/// A file of a checkpoint: safetensors, in which a tensor `section:name` is this rank's part, flattened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredFile {
+    /// Name in the checkpoint's directory.
+    pub name: String,
+    /// Length.
+    pub bytes: u64,
+    /// CRC-32 of what comes before the tensors.
+    pub header_crc32: u32,
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredTensor {
+    /// Element type.
+    pub dtype: StoredDtype,
+    /// Dims, outermost first.
+    pub shape: Vec<usize>,
+    /// Its elements, in order and without gap.
+    pub parts: Vec<StoredPart>,
+}
+
+/// Consecutive elements of a flattened tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredPart {
+    /// First element in the flattened tensor.
+    pub start: usize,
+    /// Number of elements.
+    pub len: usize,
+    /// Index of the file.
+    pub file: usize,
+    /// First byte in the file.
+    pub offset: u64,
+    /// CRC-32 of each MiB, the last one shorter.
+    pub crc32: Vec<u32>,
+}
+
+/// Element type of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum StoredDtype {
+    F32,
+    BF16,
+    F16,
+    F64,
+    U8,
+    U32,
+    I16,
+    I32,
+    I64,
+}
+
+impl StoredDtype {
+    /// Bytes of an element.
+    pub const fn size(self) -> usize {
+        match self {
+            StoredDtype::U8 => 1,
+            StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::I16 => 2,
+            StoredDtype::F32 | StoredDtype::U32 | StoredDtype::I32 => 4,
+            StoredDtype::F64 | StoredDtype::I64 => 8,
+        }
+    }
+
+    /// As in safetensors files: `F32`, `BF16`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            StoredDtype::F32 => "F32",
+            StoredDtype::BF16 => "BF16",
+            StoredDtype::F16 => "F16",
+            StoredDtype::F64 => "F64",
+            StoredDtype::U8 => "U8",
+            StoredDtype::U32 => "U32",
+            StoredDtype::I16 => "I16",
+            StoredDtype::I32 => "I32",
+            StoredDtype::I64 => "I64",
+        }
+    }
+}
+
+impl std::fmt::Display for StoredDtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl StoredTensor {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> usize {
+        self.numel() * self.dtype.size()
+    }
+}
+
+/// Before the checksum, the last entry of the file.
+const CHECKSUM: &str = ",\n  \"crc32\": \"";
+
+impl Index {
+    pub(super) fn new(step: u64, seed: u64, written_by: Writer) -> Self {
+        Index {
+            format: FORMAT.into(),
+            version: FORMAT_VERSION,
+            step,
+            seed,
+            written_by,
+            files: Vec::new(),
+            values: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+        }
+    }
+
+    /// The file: readable JSON whose last entry is the checksum of all before it.
+    pub(super) fn encode(&self) -> Result<Vec<u8>, String> {
+        let mut text = serde_json::to_string_pretty(self).map_err(|error| error.to_string())?;
+        text.truncate(text.trim_end_matches(['}', '\n']).len());
+        let checksum = crc32fast::hash(text.as_bytes());
+        text.push_str(&format!("{CHECKSUM}{checksum:08x}\"\n}}\n"));
+        Ok(text.into_bytes())
+    }
+
+    /// Reads and checks an index that was found at `path`.
+    pub(super) fn decode(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
+        let malformed = |reason: String| CheckpointError::Malformed { path: path.to_path_buf(), reason };
+        let text = std::str::from_utf8(bytes).map_err(|error| malformed(error.to_string()))?;
+
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: u64,
+        }
+        let head: Head = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        if head.format != FORMAT {
+            return Err(malformed(format!("its format is `{}`, expected `{FORMAT}`", head.format)));
+        }
+        if head.version > FORMAT_VERSION {
+            let (found, supported) = (head.version, FORMAT_VERSION);
+            return Err(CheckpointError::Version { path: path.to_path_buf(), found, supported });
+        }
+        let body = text.rfind(CHECKSUM).map(|at| (&text[..at], &text[at + CHECKSUM.len()..]));
+        let (body, rest) = body.ok_or_else(|| malformed("it has no checksum".into()))?;
+        let written = rest.strip_suffix("\"\n}\n").and_then(|digits| u32::from_str_radix(digits, 16).ok());
+        let found = crc32fast::hash(body.as_bytes());
+        if written != Some(found) {
+            return Err(malformed(format!("its checksum is {found:08x}, which is not the one written in it")));
+        }
+        let index: Index = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        index.check().map_err(malformed)?;
+        Ok(index)
+    }
+
+    /// Checks that the parts of every tensor tile it, and that no two parts share bytes of a file.
+    fn check(&self) -> Result<(), String> {
+        let mut names = std::collections::HashSet::new();
+        for StoredFile { name, .. } in &self.files {
+            let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0']);
+            if !plain {
+                return Err(format!("file {name:?} is not a plain name in the directory of the checkpoint"));
+            }
+            if !names.insert(name) {
+                return Err(format!("file `{name}` is listed twice"));
+            }
+        }
+        // Of each file, the places that parts take.
+        let mut places: Vec<Vec<(u64, u64, String)>> = vec![Vec::new(); self.files.len()];
+        for (section, tensors) in &self.tensors {
+            for (name, tensor) in tensors {
+                let wrong = |what: String| format!("tensor `{section}:{name}` {what}");
+                let numel = tensor.shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim));
+                let bytes = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size()));
+                let (Some(numel), Some(_)) = (numel, bytes) else {
+                    return Err(wrong(format!("of shape {:?} is too large", tensor.shape)));
+                };
+                let mut next = 0;
+                for part in &tensor.parts {
+                    let end = part.start.checked_add(part.len).filter(|end| *end <= numel);
+                    let (true, Some(end)) = (part.start == next && part.len > 0, end) else {
+                        let (start, len) = (part.start, part.len);
+                        return Err(wrong(format!(
+                            "has a part of {len} elements from {start}, expected one from {next} within {numel}"
+                        )));
+                    };
+                    next = end;
+                    let Some(file) = self.files.get(part.file) else {
+                        return Err(wrong(format!(
+                            "is in file {}, but there are {}",
+                            part.file,
+                            self.files.len()
+                        )));
+                    };
+                    let bytes = (part.len * tensor.dtype.size()) as u64;
+                    let end = part.offset.checked_add(bytes).filter(|end| *end <= file.bytes);
+                    let Some(end) = end else {
+                        return Err(wrong(format!(
+                            "is at bytes {}.. of `{}`, {bytes} of them, but the file has {}",
+                            part.offset, file.name, file.bytes
+                        )));
+                    };
+                    let blocks = bytes.div_ceil(BLOCK as u64);
+                    if part.crc32.len() as u64 != blocks {
+                        let have = part.crc32.len();
+                        return Err(wrong(format!("has {have} checksums for a part of {blocks} blocks")));
+                    }
+                    places[part.file].push((part.offset, end, wrong(String::new())));
+                }
+                if next != numel {
+                    return Err(wrong(format!("has parts for {next} of its {numel} elements")));
+                }
+            }
+        }
+        for (file, places) in self.files.iter().zip(&mut places) {
+            places.sort_unstable();
+            for pair in places.windows(2) {
+                if pair[0].1 > pair[1].0 {
+                    return Err(format!("{}and {}share bytes of `{}`", pair[0].2, pair[1].2, file.name));
+                }
+            }
+        }
+        Ok(())
+    }
+}

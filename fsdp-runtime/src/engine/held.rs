@@ -1,0 +1,164 @@
+//! What a rank holds of the training state, piece by piece, for checkpoints.
+
+use std::ops::Range;
+
+use super::core::Engine;
+use super::ema::Ema;
+use super::optimizer::ShardedOptimizer;
+use super::owner_step::OwnerOptimizer;
+use crate::buffer::GroupBuffers;
+use crate::device::Slice;
+use crate::optim::{Optimizer, OwnerRule};
+
+/// Elements of a parameter-shaped f32 tensor that this rank holds, and where.
+pub(crate) struct Held {
+    /// Index of the physical parameter.
+    pub param: usize,
+    /// Elements of the flattened parameter.
+    pub elements: Range<usize>,
+    pub memory: Slice,
+    /// This rank writes them to a checkpoint: of all ranks that hold an element, one does.
+    pub saves: bool,
+}
+
+/// Parameter-shaped f32 tensors of one kind, such as the first moments.
+pub(crate) struct HeldState {
+    pub name: &'static str,
+    /// The physical parameters that have one, on any rank.
+    pub params: Vec<usize>,
+    pub pieces: Vec<Held>,
+}
+
+/// The steps of an optimizer, as checkpoints keep them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepCounts {
+    pub steps: u64,
+    pub unit_steps: Vec<u64>,
+}
+
+impl Engine {
+    /// The elements of a bucket that this rank writes to a checkpoint: over all ranks they tile it.
+    pub(crate) fn saved_range(&self, group: &GroupBuffers) -> Range<usize> {
+        let layout = &group.layout;
+        if layout.outer > 1 {
+            return layout.outer_part(self.shard_comm.rank(), self.outer_comm.rank());
+        }
+        let (shard, outer) = (&group.shard, self.outer_comm.size());
+        let at = |index: usize| shard.start + index * shard.len() / outer;
+        at(self.outer_comm.rank())..at(self.outer_comm.rank() + 1)
+    }
+
+    /// The weights that this rank writes to a checkpoint: those that the optimizer works on.
+    pub(crate) fn saved_weights(&self) -> Vec<Held> {
+        let mut pieces = Vec::new();
+        for group in &self.groups {
+            let (saved, weights) = (self.saved_range(group), group.optimizer_weight());
+            for item in &group.layout.items {
+                let range = intersection(&item.range(), &saved);
+                if !range.is_empty() {
+                    let memory = weights.part(range.clone());
+                    let elements = range.start - item.start..range.end - item.start;
+                    pieces.push(Held { param: item.param, elements, memory, saves: true });
+                }
+            }
+        }
+        pieces
+    }
+
+    /// Cuts `range` of the bucket `group`, which lies in one item that starts at `start` and is kept in `memory`, where
+    /// this rank begins and ends to be the one that saves.
+    fn cut(
+        &self,
+        group: &GroupBuffers,
+        (param, start): (usize, usize),
+        range: Range<usize>,
+        memory: &Slice,
+    ) -> Vec<Held> {
+        let saved = intersection(&range, &self.saved_range(group));
+        let parts = [(range.start..saved.start, false), (saved.clone(), true), (saved.end..range.end, false)];
+        let parts =
+            if saved.is_empty() { [(range.clone(), false), (0..0, false), (0..0, false)] } else { parts };
+        let held = |(part, saves): (Range<usize>, bool)| Held {
+            param,
+            elements: part.start - start..part.end - start,
+            memory: memory.range(part.start - range.start..part.end - range.start),
+            saves,
+        };
+        parts.into_iter().filter(|(part, _)| !part.is_empty()).map(held).collect()
+    }
+}
+
+fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}
+
+impl<O: Optimizer> ShardedOptimizer<O> {
+    pub(crate) fn held_states(&self, engine: &Engine) -> Vec<HeldState> {
+        let names = self.rule().state_names().iter().enumerate();
+        let state = |(index, name): (usize, &&'static str)| HeldState {
+            name,
+            params: self.updated_params().to_vec(),
+            pieces: self.held_state(engine, index),
+        };
+        names.map(state).collect()
+    }
+
+    fn held_state(&self, engine: &Engine, index: usize) -> Vec<Held> {
+        let mut pieces = Vec::new();
+        for (group, (states, parts)) in engine.groups.iter().zip(self.state_parts()) {
+            let Some(state) = states.get(index) else { continue };
+            for part in parts {
+                let start = engine.item_start(group, part.param);
+                let memory = state.range(part.state..part.state + part.range.len());
+                pieces.extend(engine.cut(group, (part.param, start), part.range.clone(), &memory));
+            }
+        }
+        pieces
+    }
+}
+
+impl Engine {
+    fn item_start(&self, group: &GroupBuffers, param: usize) -> usize {
+        let (_, item) = self.layout.place_of(param);
+        group.layout.items[item].start
+    }
+}
+
+impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
+    /// The states of the owners' rule: whole on the owner, which saves them.
+    pub(crate) fn held_owner_states(&self) -> Vec<HeldState> {
+        let params: Vec<usize> = self.owned_states().map(|(param, _)| param).collect();
+        let names = self.rule().state_names().iter().enumerate();
+        let state = |(index, name): (usize, &&'static str)| {
+            let piece = |(param, states): (usize, &[Slice])| {
+                let memory = states.get(index)?.clone();
+                Some(Held { param, elements: 0..memory.len(), memory, saves: true })
+            };
+            HeldState {
+                name,
+                params: params.clone(),
+                pieces: self.owned_states().filter_map(piece).collect(),
+            }
+        };
+        names.map(state).collect()
+    }
+}
+
+impl Ema {
+    pub(crate) fn held(&self, engine: &Engine) -> HeldState {
+        let mut state = HeldState { name: "", params: Vec::new(), pieces: Vec::new() };
+        for (group, shard) in engine.groups.iter().zip(self.shards()) {
+            let Some(shard) = shard else { continue };
+            for item in &group.layout.items {
+                state.params.push(item.param);
+                let range = intersection(&item.range(), &group.owned);
+                if !range.is_empty() {
+                    let memory = shard.range(range.start - group.owned.start..range.end - group.owned.start);
+                    state.pieces.extend(engine.cut(group, (item.param, item.start), range, &memory));
+                }
+            }
+        }
+        state
+    }
+}
