@@ -4,6 +4,7 @@ use std::{fs, path::Path};
 
 use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part, permutation::Permutation};
+use crate::tokenizer::Tokenizer;
 use fsdp::files::FileError;
 
 /// How text becomes batches.
@@ -83,6 +84,31 @@ impl TextDataset {
             text.extend(fs::read(path).map_err(FileError::on("read", path))?);
         }
         Self::from_bytes(text, options)
+    }
+
+    /// Reads the files in the order given and cuts each into the tokenizer's tokens. Between two files comes the token
+    /// that ends a text, if the tokenizer has one.
+    ///
+    /// # Errors
+    /// No file, one that cannot be read or is not UTF-8, and whatever [`from_ids`](Self::from_ids) refuses.
+    pub fn tokenized<P: AsRef<Path>>(
+        paths: &[P],
+        tokenizer: &Tokenizer,
+        options: TextOptions,
+    ) -> crate::Result<Self> {
+        if paths.is_empty() {
+            return Err(DataError::NoFiles.into());
+        }
+        let mut ids = Vec::new();
+        for (i, path) in paths.iter().enumerate() {
+            if i > 0 {
+                ids.extend(tokenizer.eos());
+            }
+            let path = path.as_ref();
+            let text = fs::read_to_string(path).map_err(FileError::on("read", path))?;
+            ids.extend(tokenizer.encode(&text)?);
+        }
+        Ok(Self::from_ids(ids, options)?)
     }
 
     /// Takes the bytes as they are.

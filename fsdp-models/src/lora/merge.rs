@@ -1,6 +1,7 @@
 //! An adapted model's weights as those of a plain one.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use fsdp::Fsdp;
@@ -9,6 +10,7 @@ use fsdp::spec::ParamSpec;
 
 use super::adapter_of;
 use crate::llama::Llama;
+use crate::pretrained::{Pretrained, SaveOptions, save_shown};
 
 /// Shows every parameter of the plain model whole to `visit`, in f32, on every rank: where there is an adapter,
 /// `weight + (alpha / rank) B A`. The adapters themselves are not shown. Every rank must call it.
@@ -45,6 +47,24 @@ pub fn visit_merged_weights(
         })?;
     }
     Ok(())
+}
+
+impl Pretrained {
+    /// [`Pretrained::save`] of the plain model that [`visit_merged_weights`] shows: any Hugging Face tool loads it, and knows
+    /// nothing of adapters. Every rank must call it.
+    ///
+    /// # Errors
+    /// As for [`save_pretrained`](crate::pretrained::save_pretrained).
+    pub fn save_merged(
+        &self,
+        model: &Fsdp<Llama>,
+        dir: &Path,
+        options: &SaveOptions<'_>,
+    ) -> crate::Result<()> {
+        let params = model.layout().params.iter().filter(|spec| adapter_of(&spec.name).is_none());
+        let (params, config) = (params.collect::<Vec<_>>(), self.saved_config(options));
+        save_shown(model, &params, &config, dir, options, |visit| visit_merged_weights(model, visit))
+    }
 }
 
 /// `A` and `B` of one projection.
