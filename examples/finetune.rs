@@ -312,9 +312,9 @@ fn run(options: Options) -> Result<()> {
         println!("\nbefore: {}", tokenizer.decode(&outcomes[0].before)?);
         println!("\nafter:  {}", tokenizer.decode(&outcomes[0].after)?);
     }
-    for (what, path) in [("the tuned model", &saving.export), ("the adapters", &saving.export_adapters)] {
+    for (what, path) in [("tuned model", &saving.export), ("adapters", &saving.export_adapters)] {
         if let Some(path) = path {
-            println!("\n{what} is in `{}`", path.display());
+            println!("\n{what} in `{}`", path.display());
         }
     }
     Ok(())
