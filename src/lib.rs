@@ -166,7 +166,9 @@ pub use fsdp_runtime::{
     Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
     MixedPrecision, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
 };
-pub use fsdp_runtime::{comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace};
+pub use fsdp_runtime::{
+    checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace,
+};
 
 /// What a training program needs: `use fsdp::prelude::*;`.
 ///

@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp::{FsdpUnit, Init, Param};
-use fsdp_runtime::engine::{Tie, UnitCell, Visitor, Walker};
+use fsdp_runtime::engine::{Fused, Tie, UnitCell, Visitor, Walker};
 use fsdp_runtime::spec::{Attrs, Dtype, TpPlacement};
 
 struct Seen<'a> {
     name: String,
     attrs: Attrs,
     tie: Option<Tie>,
+    fused: Option<Fused>,
     param: &'a Param,
 }
 
@@ -23,8 +24,16 @@ struct Recorder<'a> {
 }
 
 impl<'a> Visitor<'a> for Recorder<'a> {
-    fn param(&mut self, name: &str, attrs: &Attrs, tie: Option<&Tie>, param: &'a Param) {
-        self.params.push(Seen { name: name.to_string(), attrs: *attrs, tie: tie.cloned(), param });
+    fn param(
+        &mut self,
+        name: &str,
+        attrs: &Attrs,
+        tie: Option<&Tie>,
+        fused: Option<&Fused>,
+        param: &'a Param,
+    ) {
+        let (name, tie, fused) = (name.to_string(), tie.cloned(), fused.cloned());
+        self.params.push(Seen { name, attrs: *attrs, tie, fused, param });
     }
 
     fn enter_unit(&mut self, _path: &str, _cell: &'a UnitCell) {}
@@ -312,6 +321,43 @@ fn ties_name_their_target_from_the_struct_and_from_the_root() {
     assert_eq!(
         ties,
         [("decoder.embed.weight", None), ("decoder.head.weight", Some(tie)), ("decoder.after", None)]
+    );
+}
+
+#[test]
+fn fused_holds_for_what_is_inside_and_ends_with_the_field() {
+    #[derive(FsdpUnit)]
+    struct Attention {
+        #[fsdp(fused("q.proj", "k"), no_decay)]
+        qk: Vec<Leaf>,
+        after: Param,
+    }
+    #[derive(FsdpUnit)]
+    struct Outer {
+        #[fsdp(rename = "attn")]
+        attention: Attention,
+        #[fsdp(fused("x", "y"))]
+        nested: Attention,
+    }
+    let attention = || Attention { qk: vec![leaf()], after: param() };
+    let outer = Outer { attention: attention(), nested: attention() };
+    let recorder = walk(&outer);
+    let fused = |field: &str, parts: [&str; 2], outer: Option<&str>| {
+        let parts = parts.map(str::to_string).to_vec();
+        Some(Fused { field: field.to_string(), parts, outer: outer.map(str::to_string) })
+    };
+    let seen: Vec<_> = recorder.params.iter().map(|seen| (seen.name.as_str(), seen.fused.clone())).collect();
+    assert_eq!(
+        seen,
+        [
+            ("attn.qk.0.weight", fused("attn.qk", ["attn.q.proj.0.weight", "attn.k.0.weight"], None)),
+            ("attn.after", None),
+            (
+                "nested.qk.0.weight",
+                fused("nested.qk", ["nested.q.proj.0.weight", "nested.k.0.weight"], Some("nested"))
+            ),
+            ("nested.after", fused("nested", ["x.after", "y.after"], None)),
+        ]
     );
 }
 

@@ -1,23 +1,23 @@
-//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself; what contradicts what is for
-//! `check`.
+//! Reads the `#[fsdp(..)]` lists. Says what is wrong with a list by itself, and `value` with what a word is given;
+//! what contradicts what is for `check`.
 
-use proc_macro2::{Delimiter, Span, TokenStream, TokenTree};
+use proc_macro2::{Span, TokenTree};
 use syn::ext::IdentExt;
 use syn::meta::ParseNestedMeta;
-use syn::parse::{Parse, ParseStream, Parser};
+use syn::parse::ParseStream;
 use syn::punctuated::Punctuated;
 use syn::spanned::Spanned;
-use syn::{Attribute, Error, Expr, Ident, LitBool, LitInt, LitStr, Path, Result, Token, WherePredicate};
+use syn::{Attribute, Error, Expr, LitStr, Path, Result, Token, WherePredicate};
 
 use crate::ctxt::Ctxt;
 use crate::rename::RenameRule;
-use crate::suggest;
+use crate::{suggest, value};
 
-const FIELD_WORDS: &[&str] =
-    &["buffer", "dtype", "expert", "frozen", "init", "no_decay", "rename", "shape", "skip", "tie_with", "tp"];
+const FIELD_WORDS: &[&str] = &[
+    "buffer", "dtype", "expert", "frozen", "fused", "init", "no_decay", "rename", "shape", "skip",
+    "tie_with", "tp",
+];
 const STRUCT_WORDS: &[&str] = &["bound", "crate", "rename_all", "tp_size"];
-const DTYPES: &[(&str, Dtype)] = &[("f32", Dtype::F32), ("bf16", Dtype::BF16), ("f16", Dtype::F16)];
-const INITS: &[(&str, usize)] = &[("zeros", 0), ("ones", 0), ("constant", 1), ("normal", 2), ("uniform", 2)];
 
 /// What a word was given, and where the word is.
 pub struct Said<T> {
@@ -67,6 +67,7 @@ pub struct FieldAttrs {
     pub tp: Option<Said<Tp>>,
     pub tie_with: Option<Said<LitStr>>,
     pub shape: Option<Said<Punctuated<Expr, Token![,]>>>,
+    pub fused: Option<Said<Vec<LitStr>>>,
     /// Something else was meant than what is here; a mistake was reported.
     pub is_flawed: bool,
 }
@@ -88,20 +89,22 @@ impl FieldAttrs {
             let span = meta.path.span();
             match word {
                 "rename" => {
-                    said.rename = Some(Said { span, value: string(meta, "rename = \"model.norm\"")? })
+                    said.rename = Some(Said { span, value: value::string(meta, "rename = \"model.norm\"")? })
                 }
-                "skip" => said.skip = Some(Said { span, value: flag(meta)? }),
-                "buffer" => said.buffer = Some(Said { span, value: flag(meta)? }),
-                "frozen" => said.frozen = Some(Said { span, value: switch(meta)? }),
-                "no_decay" => said.no_decay = Some(Said { span, value: switch(meta)? }),
-                "expert" => said.expert = Some(Said { span, value: switch(meta)? }),
-                "dtype" => said.dtype = Some(Said { span, value: dtype(meta)? }),
-                "init" => said.init = Some(Said { span, value: init(meta)? }),
-                "tp" => said.tp = Some(Said { span, value: tp(meta)? }),
+                "skip" => said.skip = Some(Said { span, value: value::flag(meta)? }),
+                "buffer" => said.buffer = Some(Said { span, value: value::flag(meta)? }),
+                "frozen" => said.frozen = Some(Said { span, value: value::switch(meta)? }),
+                "no_decay" => said.no_decay = Some(Said { span, value: value::switch(meta)? }),
+                "expert" => said.expert = Some(Said { span, value: value::switch(meta)? }),
+                "dtype" => said.dtype = Some(Said { span, value: value::dtype(meta)? }),
+                "init" => said.init = Some(Said { span, value: value::init(meta)? }),
+                "fused" => said.fused = Some(Said { span, value: value::fused(meta)? }),
+                "tp" => said.tp = Some(Said { span, value: value::tp(meta)? }),
                 "tie_with" => {
-                    said.tie_with = Some(Said { span, value: string(meta, "tie_with = \"embed.weight\"")? });
+                    said.tie_with =
+                        Some(Said { span, value: value::string(meta, "tie_with = \"embed.weight\"")? });
                 }
-                _ => said.shape = Some(Said { span, value: shape(meta)? }),
+                _ => said.shape = Some(Said { span, value: value::shape(meta)? }),
             }
             Ok(())
         });
@@ -116,12 +119,12 @@ impl StructAttrs {
         let mut said = StructAttrs::default();
         read_words(ctxt, attrs, STRUCT_WORDS, |word, meta| {
             match word {
-                "crate" => said.krate = Some(crate_path(meta)?),
-                "rename_all" => said.rename_all = Some(rename_all(meta)?),
+                "crate" => said.krate = Some(value::crate_path(meta)?),
+                "rename_all" => said.rename_all = Some(value::rename_all(meta)?),
                 "tp_size" => {
-                    said.tp_size = Some(Said { span: meta.path.span(), value: tp_size(meta)? });
+                    said.tp_size = Some(Said { span: meta.path.span(), value: value::tp_size(meta)? });
                 }
-                _ => said.bound = Some(bound(meta)?),
+                _ => said.bound = Some(value::bound(meta)?),
             }
             Ok(())
         });
@@ -203,190 +206,4 @@ fn known_word(path: &Path, known: &'static [&'static str]) -> Result<&'static st
         format!("unknown attribute `{word}`: expected {}", suggest::list(known))
     };
     Err(Error::new(path.span(), message))
-}
-
-/// A word that stands alone.
-fn flag(meta: &ParseNestedMeta) -> Result<()> {
-    if at_end(meta.input) || meta.input.peek(Ident::peek_any) {
-        return Ok(());
-    }
-    let word = name(meta);
-    Err(Error::new(meta.input.span(), format!("`{word}` takes no value: write `{word}`")))
-}
-
-/// A word that stands alone or is given `true` or `false`.
-fn switch(meta: &ParseNestedMeta) -> Result<bool> {
-    // A word that follows without a comma is the list's mistake.
-    if at_end(meta.input) || meta.input.peek(Ident::peek_any) {
-        return Ok(true);
-    }
-    let word = name(meta);
-    let expected = format!("`{word}` stands alone or is `{word} = true` or `{word} = false`");
-    value(meta, &expected)?;
-    meta.input
-        .parse::<LitBool>()
-        .map(|given| given.value)
-        .map_err(|error| Error::new(error.span(), &expected))
-}
-
-fn string(meta: &ParseNestedMeta, example: &str) -> Result<LitStr> {
-    let expected = format!("`{}` takes a string: `{example}`", name(meta));
-    value(meta, &expected)?;
-    let given: LitStr = meta.input.parse().map_err(|error| Error::new(error.span(), &expected))?;
-    match given.suffix() {
-        "" => Ok(given),
-        _ => Err(Error::new(given.span(), expected)),
-    }
-}
-
-fn dtype(meta: &ParseNestedMeta) -> Result<Dtype> {
-    let given = string(meta, "dtype = \"bf16\"")?;
-    let text = given.value();
-    DTYPES.iter().find(|(spelling, _)| *spelling == text).map(|(_, dtype)| *dtype).ok_or_else(|| {
-        let known: Vec<&str> = DTYPES.iter().map(|(spelling, _)| *spelling).collect();
-        Error::new(given.span(), format!("unknown dtype `{text}`: expected {}", suggest::list(&known)))
-    })
-}
-
-fn rename_all(meta: &ParseNestedMeta) -> Result<RenameRule> {
-    let given = string(meta, "rename_all = \"camelCase\"")?;
-    let text = given.value();
-    RenameRule::named(&text).ok_or_else(|| {
-        let expected = match suggest::nearest(&text, RenameRule::NAMES) {
-            Some(near) => format!("did you mean `{near}`?"),
-            None => format!("expected {}", suggest::list(RenameRule::NAMES)),
-        };
-        Error::new(given.span(), format!("unknown rule `{text}` of `rename_all`: {expected}"))
-    })
-}
-
-fn tp_size(meta: &ParseNestedMeta) -> Result<Expr> {
-    let expected = "`tp_size` takes the number of tensor-parallel ranks: `tp_size = 8`";
-    value(meta, expected)?;
-    let span = meta.input.span();
-    let wrong = || Error::new(span, expected);
-    match meta.input.parse().map_err(|_| wrong())? {
-        Expr::Lit(literal) => match &literal.lit {
-            syn::Lit::Int(ranks) if ranks.base10_digits() != "0" => Ok(Expr::Lit(literal)),
-            _ => Err(wrong()),
-        },
-        ranks => Ok(ranks),
-    }
-}
-
-fn init(meta: &ParseNestedMeta) -> Result<Init> {
-    let expected =
-        "expected `init = zeros`, `ones`, `constant(VALUE)`, `normal(MEAN, STD)` or `uniform(LOW, HIGH)`";
-    value(meta, expected)?;
-    let span = meta.input.span();
-    let wrong = || Error::new(span, expected);
-    let name = meta.input.call(Ident::parse_any).map_err(|_| wrong())?.to_string();
-    let Some((_, numbers)) = INITS.iter().find(|(known, _)| *known == name) else {
-        let known: Vec<&str> = INITS.iter().map(|(known, _)| *known).collect();
-        let near = suggest::nearest(&name, &known);
-        let near = near.map(|near| format!(": did you mean `{near}`?")).unwrap_or_default();
-        return Err(Error::new(span, format!("unknown initial value `{name}`{near}\n{expected}")));
-    };
-    let given: Vec<Expr> = if meta.input.peek(syn::token::Paren) {
-        let list = within(meta.input, Delimiter::Parenthesis)?;
-        Punctuated::<Expr, Token![,]>::parse_terminated.parse2(list)?.into_iter().collect()
-    } else {
-        Vec::new()
-    };
-    if given.len() != *numbers {
-        let message = match numbers {
-            0 => format!("`{name}` takes no numbers: write `init = {name}`"),
-            1 => format!("`{name}` takes 1 number, got {}\n{expected}", given.len()),
-            _ => format!("`{name}` takes {numbers} numbers, got {}\n{expected}", given.len()),
-        };
-        return Err(Error::new(span, message));
-    }
-    let mut numbers = given.into_iter();
-    let mut next = || numbers.next().ok_or_else(wrong);
-    Ok(match name.as_str() {
-        "zeros" => Init::Zeros,
-        "ones" => Init::Ones,
-        "constant" => Init::Constant(next()?),
-        "normal" => Init::Normal(next()?, next()?),
-        _ => Init::Uniform(next()?, next()?),
-    })
-}
-
-fn tp(meta: &ParseNestedMeta) -> Result<Tp> {
-    let expected = "expected `tp = column`, `row`, `replicate` or `dim(N)`";
-    value(meta, expected)?;
-    let span = meta.input.span();
-    let wrong = |_| Error::new(span, expected);
-    let placement = meta.input.call(Ident::parse_any).map_err(wrong)?;
-    match placement.to_string().as_str() {
-        "column" => Ok(Tp::Column),
-        "row" => Ok(Tp::Row),
-        "replicate" => Ok(Tp::Replicate),
-        "dim" => {
-            let dim: LitInt =
-                within(meta.input, Delimiter::Parenthesis).and_then(syn::parse2).map_err(wrong)?;
-            Ok(Tp::Dim(dim.base10_parse().map_err(wrong)?))
-        }
-        other => {
-            let near = suggest::nearest(other, &["column", "row", "replicate", "dim"]);
-            let near = near.map(|near| format!(": did you mean `{near}`?")).unwrap_or_default();
-            let message = format!("unknown tensor-parallel placement `{other}`{near}\n{expected}");
-            Err(Error::new(span, message))
-        }
-    }
-}
-
-fn shape(meta: &ParseNestedMeta) -> Result<Punctuated<Expr, Token![,]>> {
-    let expected = "expected `shape = [OUT, IN]`";
-    value(meta, expected)?;
-    let span = meta.input.span();
-    let dims = within(meta.input, Delimiter::Bracket).map_err(|_| Error::new(span, expected))?;
-    Punctuated::parse_terminated.parse2(dims)
-}
-
-/// The tokens inside the delimiters that come next. Taken whole, because syn reports what is left inside a
-/// group after a mistake as a mistake of its own.
-fn within(input: ParseStream<'_>, delimiter: Delimiter) -> Result<TokenStream> {
-    match input.parse()? {
-        TokenTree::Group(group) if group.delimiter() == delimiter => Ok(group.stream()),
-        other => Err(Error::new(other.span(), "unexpected token")),
-    }
-}
-
-/// `crate = "path"`, or `crate = path` so that `$crate` of a `macro_rules!` can be given.
-fn crate_path(meta: &ParseNestedMeta) -> Result<Path> {
-    let expected = "`crate` takes the path of the fsdp crate: `crate = \"path::to::fsdp\"`";
-    value(meta, expected)?;
-    if meta.input.peek(LitStr) {
-        let given: LitStr = meta.input.parse()?;
-        return given.parse_with(Path::parse_mod_style).map_err(|_| Error::new(given.span(), expected));
-    }
-    let span = meta.input.span();
-    meta.input.call(Path::parse_mod_style).map_err(|_| Error::new(span, expected))
-}
-
-fn bound(meta: &ParseNestedMeta) -> Result<Punctuated<WherePredicate, Token![,]>> {
-    let given = string(meta, "bound = \"T: FsdpUnit\"")?;
-    given.parse_with(Punctuated::parse_terminated).map_err(|error| {
-        let message =
-            format!("`bound` takes what may stand after `where`: `bound = \"T: FsdpUnit\"` ({error})");
-        Error::new(given.span(), message)
-    })
-}
-
-/// Moves past the `=` that must follow the word.
-fn value(meta: &ParseNestedMeta, expected: &str) -> Result<()> {
-    if !meta.input.peek(Token![=]) {
-        return Err(Error::new(meta.path.span(), expected));
-    }
-    let equals = <Token![=]>::parse(meta.input)?;
-    if at_end(meta.input) { Err(Error::new(equals.span(), expected)) } else { Ok(()) }
-}
-
-fn at_end(input: ParseStream<'_>) -> bool {
-    input.is_empty() || input.peek(Token![,])
-}
-
-fn name(meta: &ParseNestedMeta) -> String {
-    meta.path.get_ident().map(ToString::to_string).unwrap_or_default()
 }

@@ -1,6 +1,6 @@
 //! All that is wrong with what the user said, beyond a single attribute.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 
 use proc_macro2::Span;
 use quote::ToTokens;
@@ -14,13 +14,25 @@ use crate::types;
 /// Adds every mistake to `ctxt`, in the order of the fields.
 pub fn check(ctxt: &Ctxt, module: &Module) {
     for fields in module.alternatives() {
-        let mut names = HashSet::new();
+        let mut names = HashMap::new();
         for field in fields {
             attributes(ctxt, field);
             field_type(ctxt, field);
-            if field.is_state() && !names.insert(&field.name) {
-                let message = format!("duplicate name `{}`: another field has it already", field.name);
-                ctxt.error(field.name_span(), message);
+            if !field.is_state() {
+                continue;
+            }
+            let parts = field.attrs.fused.iter().flat_map(|fused| &fused.value);
+            let parts = parts.map(|part| (part.value(), part.span()));
+            for (name, span) in [(field.name.clone(), field.name_span())].into_iter().chain(parts) {
+                let Some(other) = names.insert(name.clone(), &field.member) else { continue };
+                let owner = if *other != field.member {
+                    "another field"
+                } else if name == field.name {
+                    "the field itself"
+                } else {
+                    "another part"
+                };
+                ctxt.error(span, format!("duplicate name `{name}`: {owner} has it already"));
             }
         }
     }
@@ -28,9 +40,9 @@ pub fn check(ctxt: &Ctxt, module: &Module) {
 
 fn attributes(ctxt: &Ctxt, field: &Field) {
     let attrs = &field.attrs;
-    for name in [&attrs.rename, &attrs.tie_with].into_iter().flatten() {
-        qualified_name(ctxt, &name.value);
-    }
+    let names = [&attrs.rename, &attrs.tie_with].into_iter().flatten().map(|said| &said.value);
+    let parts = attrs.fused.iter().flat_map(|fused| &fused.value);
+    names.chain(parts).for_each(|name| qualified_name(ctxt, name));
     match &field.role {
         Role::Skipped => {
             for (word, span) in said(attrs).into_iter().filter(|(word, _)| *word != "skip") {
@@ -72,6 +84,7 @@ fn attributes(ctxt: &Ctxt, field: &Field) {
                 ctxt.error(tie.value.span(), format!("`{}` is tied to itself", field.name));
             }
             partition_dim(ctxt, attrs);
+            fused(ctxt, attrs);
         }
     }
 }
@@ -94,6 +107,25 @@ fn partition_dim(ctxt: &Ctxt, attrs: &FieldAttrs) {
         };
         let message = format!("`tp = {spelling}` cuts dim {dim}, but the declared `shape` has {has}");
         ctxt.error(tp.span, message);
+    }
+}
+
+/// The parts have their names from `fused` alone, and dim 0 to lie along.
+fn fused(ctxt: &Ctxt, attrs: &FieldAttrs) {
+    let Some(fused) = &attrs.fused else { return };
+    if attrs.rename.is_some() {
+        let message = "`fused` and `rename` contradict each other: checkpoints know a fused parameter by the names of \
+             its parts";
+        ctxt.error(fused.span, message);
+    }
+    if attrs.tie_with.is_some() {
+        let message =
+            "`fused` and `tie_with` contradict each other: a tied parameter is saved as its target is";
+        ctxt.error(fused.span, message);
+    }
+    if attrs.shape.as_ref().is_some_and(|shape| shape.value.is_empty()) {
+        let message = "`fused` is a concatenation along dim 0, but the declared `shape` has no dims";
+        ctxt.error(fused.span, message);
     }
 }
 
@@ -146,6 +178,7 @@ fn said(attrs: &FieldAttrs) -> Vec<(&'static str, Span)> {
         ("tp", attrs.tp.as_ref().map(|said| said.span)),
         ("tie_with", attrs.tie_with.as_ref().map(|said| said.span)),
         ("shape", attrs.shape.as_ref().map(|said| said.span)),
+        ("fused", attrs.fused.as_ref().map(|said| said.span)),
     ];
     words.into_iter().filter_map(|(word, span)| span.map(|span| (word, span))).collect()
 }

@@ -251,7 +251,11 @@ fn attributes(attrs: &FieldAttrs) -> TokenStream {
         let dims = &said.value;
         quote!(shape: __fsdp::Some(&[#dims]))
     });
-    let all = [tp, expert, frozen, no_decay, dtype, init, tie_with, shape];
+    let fused = attrs.fused.as_ref().map(|said| {
+        let names = said.value.iter().map(|name| LitStr::new(&name.value(), Span::mixed_site()));
+        quote!(fused: __fsdp::Some(&[#(#names),*]))
+    });
+    let all = [tp, expert, frozen, no_decay, dtype, init, tie_with, shape, fused];
     if all.iter().all(Option::is_none) {
         return quote!(__fsdp::Attrs::NONE);
     }

@@ -1,9 +1,10 @@
 //! `#[derive(FsdpUnit)]`: writes the walk over a module's parameters, buffers and nested modules.
 //!
 //! A derive runs in four steps, one file each: `attr` reads the `#[fsdp(..)]` lists, `model` holds what the
-//! user said, `check` finds all that is wrong with it, `expand` writes the impl. `types` is what can be known
-//! of a type from its spelling, `bound` the where-clause of the impl, `rename` the case of names, `krate` where
-//! the user has the `fsdp` crate, `suggest` the "did you mean", `ctxt` the errors found so far.
+//! user said, `check` finds all that is wrong with it, `expand` writes the impl. `value` is what the words of a
+//! list are given, `types` what can be known of a type from its spelling, `bound` the where-clause of the impl,
+//! `rename` the case of names, `krate` where the user has the `fsdp` crate, `suggest` the "did you mean", `ctxt`
+//! the errors found so far.
 
 mod attr;
 mod bound;
@@ -15,6 +16,7 @@ mod model;
 mod rename;
 mod suggest;
 mod types;
+mod value;
 
 #[cfg(test)]
 mod tests;

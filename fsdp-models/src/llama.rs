@@ -2,7 +2,7 @@
 //! layer (Touvron et al., 2023), with the parameter names of Hugging Face's checkpoints.
 
 use candle_core::{Result, Tensor};
-use fsdp::engine::{Tie, UnitCell, Visitor, Walker};
+use fsdp::engine::{Fused, Tie, UnitCell, Visitor, Walker};
 use fsdp::spec::Attrs;
 use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
 
@@ -129,7 +129,7 @@ struct Listing {
 }
 
 impl<'a> Visitor<'a> for Listing {
-    fn param(&mut self, name: &str, _: &Attrs, _: Option<&Tie>, param: &'a Param) {
+    fn param(&mut self, name: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, param: &'a Param) {
         self.parameters.push((name.to_owned(), param.dims().to_vec()));
     }
 

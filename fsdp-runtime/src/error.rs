@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::checkpoint::CheckpointError;
 use crate::comm::{CommError, Phase};
 use crate::layout::LayoutError;
 use crate::mesh::MeshError;
@@ -70,6 +71,9 @@ pub enum Error {
         /// Its error.
         message: String,
     },
+    /// A checkpoint cannot be written or read.
+    #[error(transparent)]
+    Checkpoint(Arc<CheckpointError>),
     /// A call that makes no sense in the present state.
     #[error("{0}")]
     Usage(String),

@@ -1,10 +1,13 @@
-//! Initial values from a counter-based generator keyed by (seed, parameter name, element index).
+//! Initial values from a counter-based generator keyed by (seed, tensor name, element index).
+//!
+//! The tensors are those that checkpoints know: a parameter, or each part of a fused one, so that a fused model
+//! starts as an unfused one does.
 //!
 //! The value of an element depends on nothing else: not on the number of ranks, the strategy, the layout or
 //! the other parameters. So each rank fills its own shard alone, and all world sizes start from the same
 //! model.
 //!
-//! The stream of a parameter is ChaCha with 8 rounds. Its 256-bit key is four little-endian 64-bit words: the
+//! The stream of a tensor is ChaCha with 8 rounds. Its 256-bit key is four little-endian 64-bit words: the
 //! first two outputs of SplitMix64 seeded by the seed, then the first two of SplitMix64 seeded by the 64-bit
 //! FNV-1a hash of the name's bytes. Element `i` uses 32-bit word `i` of the stream. Uniform values take its
 //! upper 24 bits. Normal values are Box-Muller pairs of the words `2k` (radius) and `2k + 1` (angle),
@@ -58,7 +61,7 @@ impl Init {
         }
     }
 
-    /// Writes the values of the elements `range` of the flattened parameter `name` to `out`.
+    /// Writes the values of the elements `range` of the flattened tensor `name` to `out`.
     ///
     /// # Panics
     /// If `range` and `out` differ in length.

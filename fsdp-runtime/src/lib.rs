@@ -38,6 +38,8 @@ mod pipeline;
 
 pub mod engine;
 
+pub mod checkpoint;
+
 pub use engine::{
     Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, OwnerOptimizer, Param,
     Recompute, Scope, ShardedOptimizer, Tensors, Unit,

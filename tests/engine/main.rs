@@ -17,6 +17,8 @@ mod fixtures;
 mod frozen_and_unused;
 mod frozen_in_groups;
 mod full_params;
+mod fused;
+mod fused_training;
 mod grad_accumulation;
 mod hangs;
 mod hsdp;

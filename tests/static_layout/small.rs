@@ -73,6 +73,19 @@ fn plain_scalar_and_empty_parameters() {
 }
 
 #[test]
+fn fused_parameters() {
+    model! {
+        struct Fused {
+            #[fsdp(fused("q", "k", "v"), shape = [12, 5], tp = column)]
+            qkv: Param = param(&[12, 5]).with_fused_rows([8, 2, 2]),
+            #[fsdp(fused("gate", "up"))]
+            gate_up: Unit<Linear> = unit(),
+        }
+    }
+    assert_figures_agree::<Fused>(&[1, 2]);
+}
+
+#[test]
 fn units_in_units() {
     model! {
         struct Inner {

@@ -21,7 +21,11 @@ pub fn seeds() -> Vec<TokenStream> {
             }
         },
         quote!(
-            struct T<A, B>(#[fsdp(expert, shape = [A, 2 * B])] A, pub(crate) B, PhantomData<fn(A) -> B>);
+            struct T<A, B>(
+                #[fsdp(expert, shape = [A, 2 * B], fused("x", "y"))] A,
+                pub(crate) B,
+                PhantomData<fn(A) -> B>,
+            );
         ),
         quote! {
             enum E<T> {
@@ -39,8 +43,9 @@ pub fn seeds() -> Vec<TokenStream> {
 
 fn random_token(dice: &mut Dice) -> TokenTree {
     const WORDS: &[&str] = &[
-        "fsdp", "crate", "skip", "buffer", "frozen", "dtype", "tp", "dim", "self", "Self", "where", "struct",
-        "enum", "union", "dyn", "for", "T", "_", "Vec", "Tensor", "f64", "unsafe", "impl", "const", "mut",
+        "fsdp", "crate", "skip", "buffer", "frozen", "fused", "dtype", "tp", "dim", "self", "Self", "where",
+        "struct", "enum", "union", "dyn", "for", "T", "_", "Vec", "Tensor", "f64", "unsafe", "impl", "const",
+        "mut",
     ];
     const MARKS: &[char] =
         &[',', '=', '<', '>', ':', ';', '#', '&', '\'', '!', '+', '-', '.', '|', '$', '?', '*'];

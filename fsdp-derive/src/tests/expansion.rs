@@ -88,6 +88,21 @@ fn constant_shapes() {
 }
 
 #[test]
+fn fused_parameters() {
+    assert_expansion(
+        "fused_parameters",
+        quote! {
+            pub struct Layer {
+                #[fsdp(fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), tp = column)]
+                qkv: Linear,
+                #[fsdp(shape = [2 * HIDDEN, HIDDEN], fused("gate", "up"))]
+                gate_up: Param,
+            }
+        },
+    );
+}
+
+#[test]
 fn nothing_to_walk() {
     let empty = quote! {
         struct Unit;

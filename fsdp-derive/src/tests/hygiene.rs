@@ -42,7 +42,7 @@ const OWN: &[&str] = &[
 /// The fields of `Field`, `Attrs` and `Init`, in their literals.
 const LABELS: &[&str] = &[
     "name", "attrs", "tree", "tp", "expert", "frozen", "no_decay", "dtype", "init", "tie_with", "shape",
-    "mean", "std", "low", "high",
+    "fused", "mean", "std", "low", "high",
 ];
 
 /// Calls `see` with every identifier, between the marks before and after it, and with the words inside strings:

@@ -29,6 +29,7 @@ fn unions_are_refused_once() {
 
 #[test]
 fn unknown_words_get_the_nearest_or_all_known_ones() {
+    assert_error(field(quote!(fuse("a", "b"))), "unknown attribute `fuse`: did you mean `fused`?");
     assert_error(field(quote!(forzen)), "unknown attribute `forzen`: did you mean `frozen`?");
     assert_error(field(quote!(colour = 3)), &format!("unknown attribute `colour`: expected {ALL}"));
     assert_error(field(quote!(a::b)), &format!("unknown attribute `a::b`: expected {ALL}"));
@@ -41,7 +42,8 @@ fn unknown_words_get_the_nearest_or_all_known_ones() {
     );
 }
 
-const ALL: &str = "`buffer`, `dtype`, `expert`, `frozen`, `init`, `no_decay`, `rename`, `shape`, `skip`, `tie_with` or `tp`";
+const ALL: &str = "`buffer`, `dtype`, `expert`, `frozen`, `fused`, `init`, `no_decay`, `rename`, `shape`, `skip`, \
+     `tie_with` or `tp`";
 
 #[test]
 fn words_in_the_wrong_place() {
@@ -72,6 +74,7 @@ fn words_in_the_wrong_place() {
 fn duplicates_are_named() {
     let message = |word: &str| format!("duplicate `{word}`: it was said before");
     assert_error(field(quote!(frozen, frozen)), &message("frozen"));
+    assert_error(field(quote!(fused("x", "y"), fused("x", "y"))), &message("fused"));
     assert_error(
         quote!(
             struct S {
@@ -114,6 +117,7 @@ fn conflicts_name_both_words() {
         ("tie_with", quote!(tie_with = "x")),
         ("init", quote!(init = ones)),
         ("shape", quote!(shape = [1])),
+        ("fused", quote!(fused("x", "y"))),
     ] {
         let expected = format!("`{word}` and `skip` contradict each other: a skipped field has no state");
         assert_error(field(quote!(skip, #given)), &expected);
@@ -210,6 +214,55 @@ fn a_tied_parameter_has_no_initial_value() {
         field(quote!(tie_with = "b", init = zeros)),
         "`init` and `tie_with` contradict each other: a tied parameter starts as its target does",
     );
+}
+
+#[test]
+fn a_fused_parameter_has_the_names_of_its_parts_alone() {
+    assert_error(
+        field(quote!(fused("x", "y"), rename = "b")),
+        "`fused` and `rename` contradict each other: checkpoints know a fused parameter by the names of its parts",
+    );
+    assert_error(
+        field(quote!(fused("x", "y"), tie_with = "b")),
+        "`fused` and `tie_with` contradict each other: a tied parameter is saved as its target is",
+    );
+    assert_error(
+        field(quote!(fused("x", "y"), shape = [])),
+        "`fused` is a concatenation along dim 0, but the declared `shape` has no dims",
+    );
+    for given in
+        [quote!(tp = column, shape = [8, 2]), quote!(frozen, no_decay, expert, dtype = "bf16", init = zeros)]
+    {
+        assert_eq!(errors(field(quote!(fused("x", "y"), #given))), [""; 0]);
+    }
+}
+
+#[test]
+fn parts_are_two_strings_or_more() {
+    for given in [
+        quote!(fused),
+        quote!(fused = "x"),
+        quote!(fused = ["x", "y"]),
+        quote!(fused["x", "y"]),
+        quote!(fused()),
+        quote!(fused(x, y)),
+        quote!(fused("x", 1)),
+        quote!(fused("x" "y")),
+        quote!(fused("x", "y"u8)),
+        quote!(fused(b"x", "y")),
+    ] {
+        assert_error(
+            field(given),
+            "expected `fused(\"q_proj\", \"k_proj\", \"v_proj\")`: the names of the parts in checkpoints",
+        );
+    }
+    assert_error(
+        field(quote!(fused("x"))),
+        "`fused` takes at least 2 names: give another name to the whole with `rename`",
+    );
+    for given in [quote!(fused("x", "y",)), quote!(fused("self_attn.q", r"self_attn.k"))] {
+        assert_eq!(errors(field(given)), [""; 0]);
+    }
 }
 
 #[test]
@@ -312,6 +365,7 @@ fn names_must_be_segments_joined_by_dots() {
             format!("the name {name:?} {wrong}: expected segments joined by dots, such as \"model.norm\"");
         assert_error(field(quote!(rename = #name)), &expected);
         assert_error(field(quote!(tie_with = #name)), &expected);
+        assert_error(field(quote!(fused("x", #name))), &expected);
     }
 }
 
@@ -343,6 +397,29 @@ fn names_must_differ() {
         ),
         "duplicate name `0`: another field has it already",
     );
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(fused("x", "b"))]
+                a: P,
+                b: P,
+            }
+        ),
+        "duplicate name `b`: another field has it already",
+    );
+    assert_error(
+        quote!(
+            struct S {
+                #[fsdp(fused("x", "y"))]
+                a: P,
+                #[fsdp(fused("z", "x"))]
+                b: P,
+            }
+        ),
+        "duplicate name `x`: another field has it already",
+    );
+    assert_error(field(quote!(fused("x", "y", "x"))), "duplicate name `x`: another part has it already");
+    assert_error(field(quote!(fused("x", "a"))), "duplicate name `a`: the field itself has it already");
     assert_eq!(
         errors(quote!(
             enum E {

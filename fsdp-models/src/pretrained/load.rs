@@ -83,7 +83,7 @@ impl Weights {
         let outcome = if fits {
             Ok(())
         } else {
-            let (path, mismatch) = (self.path().to_path_buf(), plan.report.skipped.clone());
+            let (path, mismatch) = (self.path().to_path_buf(), Box::new(plan.report.skipped.clone()));
             Err(TensorFileError::Mismatch { path, mismatch }.into())
         };
         model.agree_on::<_, crate::Error>("pretrained weights", outcome)?;

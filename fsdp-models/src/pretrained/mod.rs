@@ -34,7 +34,7 @@ use crate::config::ConfigError;
 use crate::{Llama, LlamaConfig};
 
 /// Bytes that a rotary table may take in any model.
-const ROPE_BYTES: u64 = 1 << 28;
+const ROPE_BYTES: u64 = 1 << 26;
 
 /// A pretrained Llama: its configuration and its weights, still in their files.
 ///
@@ -125,7 +125,9 @@ impl Pretrained {
     /// If there is no model of this configuration.
     pub fn check(&self) -> crate::Result<Mismatch> {
         let one = Topology::new(&[("dp_shard", 1)], 1).map_err(fsdp::Error::from)?;
-        let layout = Llama::new(&self.config)?.layout(&one, &FsdpConfig::default())?;
+        // No weight has the rotary tables' size.
+        let config = LlamaConfig { max_position_embeddings: 1, ..self.config.clone() };
+        let layout = Llama::new(&config)?.layout(&one, &FsdpConfig::default())?;
         Ok(self.weights.compare(&layout.params, self.ties()))
     }
 
@@ -164,7 +166,7 @@ impl Llama {
         let mismatch = pretrained.check()?;
         if !mismatch.is_empty() {
             let path = pretrained.weights.path().to_path_buf();
-            return Err(TensorFileError::Mismatch { path, mismatch }.into());
+            return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
         }
         let model = Llama::new(&pretrained.config)?.fully_shard_with(mesh, config)?;
         pretrained.load(&model, Strictness::Strict)?;

@@ -174,7 +174,8 @@ impl Index {
     /// The file: readable JSON whose last entry is the checksum of all before it.
     pub(super) fn encode(&self) -> Result<Vec<u8>, String> {
         let mut text = serde_json::to_string_pretty(self).map_err(|error| error.to_string())?;
-        text.truncate(text.trim_end_matches(['}', '\n']).len());
+        let body = text.strip_suffix("\n}").map(str::len).ok_or("it is no object")?;
+        text.truncate(body);
         let checksum = crc32fast::hash(text.as_bytes());
         text.push_str(&format!("{CHECKSUM}{checksum:08x}\"\n}}\n"));
         Ok(text.into_bytes())
@@ -203,7 +204,9 @@ impl Index {
         let written = rest.strip_suffix("\"\n}\n").and_then(|digits| u32::from_str_radix(digits, 16).ok());
         let found = crc32fast::hash(body.as_bytes());
         if written != Some(found) {
-            return Err(malformed(format!("its checksum is {found:08x}, which is not the one written in it")));
+            return Err(malformed(format!(
+                "its checksum is {found:08x}, which is not the one written in it"
+            )));
         }
         let index: Index = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
         index.check().map_err(malformed)?;

@@ -23,6 +23,8 @@ pub enum Phase {
     Backward,
     /// Clipping, optimizer step, install.
     Optimizer,
+    /// Saving and restoring.
+    Checkpoint,
 }
 
 impl std::fmt::Display for Phase {
@@ -32,6 +34,7 @@ impl std::fmt::Display for Phase {
             Phase::Forward => "forward",
             Phase::Backward => "backward",
             Phase::Optimizer => "optimizer",
+            Phase::Checkpoint => "checkpoint",
         })
     }
 }

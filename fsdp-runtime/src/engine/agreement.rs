@@ -41,7 +41,12 @@ pub(crate) fn fingerprint(
     lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
     lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
     // What the parameters are, before where they are: a difference moves all that follows it.
-    let shape = |spec: &ParamSpec| format!("`{}` {:?} {}", spec.name, spec.full_shape(), spec.key.dtype);
+    let shape = |spec: &ParamSpec| {
+        let parts = spec.fused.iter().map(|part| format!("{} rows of `{}`", part.rows, part.name));
+        let parts = parts.collect::<Vec<_>>().join(", ");
+        let fused = if parts.is_empty() { parts } else { format!(", fused of {parts}") };
+        format!("`{}` {:?} {}{fused}", spec.name, spec.full_shape(), spec.key.dtype)
+    };
     lines.extend(layout.params.iter().map(shape));
     lines.extend(layout.fingerprint());
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);

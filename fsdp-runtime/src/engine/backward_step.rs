@@ -69,7 +69,7 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
             ));
         }
         self.check(&engine)?;
-        let first = self.steps() == 0;
+        let first = self.is_new();
         if first {
             self.agree(&engine, |lines| lines)?;
         }

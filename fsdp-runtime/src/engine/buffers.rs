@@ -1,21 +1,22 @@
 //! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0.
 
 use bytemuck::Pod;
-use candle_core::{CpuStorage, InplaceOp1, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor};
 
-use super::module::{FsdpUnit, Tie, Visitor, Walker};
+use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
+use crate::checkpoint::StoredDtype;
 use crate::comm::{Communicator, Phase, Tag};
 use crate::error::{Error, Result};
 use crate::spec::Attrs;
 
 /// The buffers of `model` with their names, in declaration order.
-fn collect<M: FsdpUnit>(model: &M) -> Vec<(String, &Tensor)> {
+pub(crate) fn buffer_list<M: FsdpUnit>(model: &M) -> Vec<(String, &Tensor)> {
     struct Buffers<'a>(Vec<(String, &'a Tensor)>);
 
     impl<'a> Visitor<'a> for Buffers<'a> {
-        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: &'a Param) {}
+        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, _: &'a Param) {}
 
         fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
 
@@ -36,7 +37,7 @@ pub(crate) fn fingerprint<M: FsdpUnit>(model: &M) -> Vec<String> {
     let describe = |(name, tensor): (String, &Tensor)| {
         format!("buffer `{name}` {:?} {}", tensor.dims(), tensor.dtype().as_str())
     };
-    collect(model).into_iter().map(describe).collect()
+    buffer_list(model).into_iter().map(describe).collect()
 }
 
 /// Overwrites the buffers of every rank, in place, by those of the first. A model without buffers sends nothing.
@@ -44,7 +45,7 @@ pub(crate) fn fingerprint<M: FsdpUnit>(model: &M) -> Vec<String> {
 /// # Errors
 /// If a buffer is not on the CPU or of a dtype that has no whole bytes, naming it; those of the exchange.
 pub(crate) fn broadcast<M: FsdpUnit>(model: &M, comm: &dyn Communicator) -> Result<()> {
-    let buffers = collect(model);
+    let buffers = buffer_list(model);
     if buffers.is_empty() || comm.size() == 1 {
         return Ok(());
     }
@@ -61,10 +62,36 @@ pub(crate) fn broadcast<M: FsdpUnit>(model: &M, comm: &dyn Communicator) -> Resu
         let bytes: Vec<u8> = received.by_ref().take(own.len()).collect();
         // What is the same already may be in use by others.
         if bytes != *own {
-            tensor.inplace_op1(&Overwrite(bytes)).map_err(|error| fail(name, error))?;
+            overwrite_buffer(tensor, bytes).map_err(|error| fail(name, error))?;
         }
     }
     Ok(())
+}
+
+/// The dtype of a buffer, if checkpoints know it.
+pub(crate) fn buffer_dtype(tensor: &Tensor) -> candle_core::Result<StoredDtype> {
+    Ok(match tensor.dtype() {
+        DType::U8 => StoredDtype::U8,
+        DType::U32 => StoredDtype::U32,
+        DType::I16 => StoredDtype::I16,
+        DType::I32 => StoredDtype::I32,
+        DType::I64 => StoredDtype::I64,
+        DType::BF16 => StoredDtype::BF16,
+        DType::F16 => StoredDtype::F16,
+        DType::F32 => StoredDtype::F32,
+        DType::F64 => StoredDtype::F64,
+        other => candle_core::bail!("its dtype {other:?} cannot be saved"),
+    })
+}
+
+/// Dtype and elements of a buffer, in row-major order.
+pub(crate) fn read_buffer(tensor: &Tensor) -> candle_core::Result<(StoredDtype, Vec<u8>)> {
+    Ok((buffer_dtype(tensor)?, read(tensor)?))
+}
+
+/// Gives a buffer these elements, in row-major order, in place.
+pub(crate) fn overwrite_buffer(tensor: &Tensor, bytes: Vec<u8>) -> candle_core::Result<()> {
+    tensor.inplace_op1(&Overwrite(bytes))
 }
 
 /// `$body` with `$values` as the elements of a [`CpuStorage`].

@@ -2,8 +2,11 @@
 
 use std::collections::HashMap;
 
+use candle_core::Tensor;
+
 use super::config::FsdpConfig;
-use super::module::{FsdpUnit, Tie, Visitor, Walker};
+use super::fused::{self, Declared, Names};
+use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
 use crate::error::{Error, Result};
@@ -37,6 +40,7 @@ struct Found<'a> {
     name: String,
     attrs: Attrs,
     tie: Option<Tie>,
+    fused: Option<Fused>,
     param: &'a Param,
     unit: usize,
 }
@@ -46,13 +50,22 @@ struct Collector<'a> {
     cells: Vec<&'a UnitCell>,
     open: Vec<usize>,
     found: Vec<Found<'a>>,
+    buffers: Vec<String>,
     variants: Vec<(String, &'static str)>,
 }
 
 impl<'a> Visitor<'a> for Collector<'a> {
-    fn param(&mut self, name: &str, attrs: &Attrs, tie: Option<&Tie>, param: &'a Param) {
+    fn param(
+        &mut self,
+        name: &str,
+        attrs: &Attrs,
+        tie: Option<&Tie>,
+        fused: Option<&Fused>,
+        param: &'a Param,
+    ) {
         let unit = self.open.last().copied().unwrap_or(0);
-        self.found.push(Found { name: name.into(), attrs: *attrs, tie: tie.cloned(), param, unit });
+        let (name, tie, fused) = (name.into(), tie.cloned(), fused.cloned());
+        self.found.push(Found { name, attrs: *attrs, tie, fused, param, unit });
     }
 
     fn enter_unit(&mut self, path: &str, cell: &'a UnitCell) {
@@ -63,6 +76,10 @@ impl<'a> Visitor<'a> for Collector<'a> {
 
     fn leave_unit(&mut self) {
         self.open.pop();
+    }
+
+    fn buffer(&mut self, name: &str, _: &'a Tensor) {
+        self.buffers.push(name.into());
     }
 
     fn variant(&mut self, path: &str, name: &'static str) {
@@ -119,6 +136,12 @@ impl Found<'_> {
         shape[dim] /= parts;
         Ok((shape, parts))
     }
+
+    fn declared(&self, mesh: &Topology) -> Declared<'_> {
+        let cut = self.attrs.tp.and_then(TpPlacement::dim) == Some(0);
+        let tp_parts = if cut { mesh.size(MeshDim::Tp) } else { 1 };
+        Declared { name: &self.name, fused: self.fused.as_ref(), param: self.param, tp_parts }
+    }
 }
 
 fn param_error(param: &str, message: impl Into<String>) -> Error {
@@ -128,8 +151,8 @@ fn param_error(param: &str, message: impl Into<String>) -> Error {
 /// Walks `model` and resolves what the walk finds.
 ///
 /// # Errors
-/// Two parameters of one name; a tie to a parameter that does not exist or differs in shape, dtype or
-/// trainability; a parameter that is part of a sharded model already, that has not the shape declared for it,
+/// A name that two parameters, buffers or parts of fused parameters have; a tie to a parameter that does not exist or differs in shape, dtype or
+/// trainability; a fused parameter that is not the parts it is declared to be; a parameter that is part of a sharded model already, that has not the shape declared for it,
 /// or whose tensor-parallel dim does not exist or cannot be shared evenly.
 pub(crate) fn collect<'a, M: FsdpUnit>(
     model: &'a M,
@@ -141,10 +164,11 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         cells: Vec::new(),
         open: Vec::new(),
         found: Vec::new(),
+        buffers: Vec::new(),
         variants: Vec::new(),
     };
     model.walk(&mut Walker::new(&mut collector));
-    let Collector { units, cells, found, variants, .. } = collector;
+    let Collector { units, cells, found, buffers, variants, .. } = collector;
     for (index, cell) in cells.iter().enumerate() {
         if let Some(first) = cells[..index].iter().position(|other| std::ptr::eq(*other, *cell)) {
             return Err(Error::Usage(format!(
@@ -155,14 +179,20 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         }
     }
 
-    let mut by_name = HashMap::new();
-    for (index, item) in found.iter().enumerate() {
-        if by_name.insert(item.name.as_str(), index).is_some() {
-            return Err(param_error(&item.name, "two parameters have this name; rename one of the fields"));
-        }
+    let mut names = Names::default();
+    for item in &found {
+        names.param(&item.name)?;
         item.check()?;
     }
+    for name in &buffers {
+        names.buffer(name)?;
+    }
+    for (item, fused) in found.iter().filter_map(|item| Some((item, item.fused.as_ref()?))) {
+        fused.parts.iter().try_for_each(|part| names.part(part, &item.name))?;
+    }
 
+    let by_name: HashMap<&str, usize> =
+        found.iter().enumerate().map(|(index, item)| (item.name.as_str(), index)).collect();
     let owners = owners(&found, &by_name)?;
     let key = |item: &Found<'_>| GroupKey {
         dtype: item.attrs.dtype.or(item.param.own_dtype()).unwrap_or(config.precision.param),
@@ -187,7 +217,7 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
                 tp_parts,
                 shared: false,
                 aliases: Vec::new(),
-                fused: Vec::new(),
+                fused: item.declared(mesh).parts(true)?,
             });
         }
     }
@@ -228,6 +258,7 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
                 ),
             ));
         }
+        fused::tie(&item.declared(mesh), &spec.name, &mut spec.fused)?;
         // A clone at the same place has the same name.
         if item.name != spec.name {
             spec.aliases.push(item.name.clone());
@@ -251,7 +282,7 @@ pub(crate) fn collect_params<M: FsdpUnit>(model: &M) -> Vec<&Param> {
     struct Params<'a>(Vec<&'a Param>);
 
     impl<'a> Visitor<'a> for Params<'a> {
-        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, param: &'a Param) {
+        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, param: &'a Param) {
             self.0.push(param);
         }
 

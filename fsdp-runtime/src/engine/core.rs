@@ -18,6 +18,7 @@ use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::memory::{Account, Aliases, candle_dtype};
+use crate::mesh::Topology;
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Strategy};
@@ -72,6 +73,8 @@ pub(crate) struct State {
     pub units: Vec<UnitState>,
     pub training: TrainingState,
     pub step: u64,
+    /// Seed of the random streams.
+    pub seed: u64,
     /// What is reduced after the next backward.
     pub sync: Sync,
     /// The last change of the weights or of the step's gradients that was not their reduction, in words.
@@ -122,10 +125,13 @@ impl State {
 pub(crate) struct Parts {
     pub id: usize,
     pub config: FsdpConfig,
+    pub mesh: Topology,
     /// The configured strategy, or `NoShard` where one rank holds all shards.
     pub strategy: Strategy,
     /// All ranks of the mesh.
     pub comm: Arc<dyn Communicator>,
+    /// The same, for saving and restoring: beside training, in an order of its own.
+    pub checkpoint_comm: Arc<dyn Communicator>,
     /// The ranks that share the shards.
     pub shard_comm: Arc<dyn Communicator>,
     /// The ranks that have the same shard.
@@ -170,6 +176,7 @@ impl Engine {
             units: parts.units.iter().map(|_| UnitState::default()).collect(),
             training: TrainingState::Idle,
             step: 0,
+            seed: parts.config.seed,
             sync: Sync::Step,
             event: "before the first step".into(),
             kept_gradients: false,
@@ -284,7 +291,7 @@ impl Engine {
         let state = self.state.lock();
         let (rank, ranks) = (self.comm.rank() as u64, self.comm.size() as u64);
         let own = (state.forwards * ranks + rank) << 32;
-        RandomKey::root(self.config.seed, state.step, state.first_sample.unwrap_or(own))
+        RandomKey::root(state.seed, state.step, state.first_sample.unwrap_or(own))
     }
 
     /// The forward is over. After training the root stays unsharded for the backward; after evaluation

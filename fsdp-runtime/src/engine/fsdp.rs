@@ -373,8 +373,8 @@ impl<M> Fsdp<M> {
     }
 
     /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened
-    /// parameter (row-major), for each part that this rank holds. It finds there what they are, main weights where there
-    /// are any, and may leave them. Main weights take the values as they are, 16-bit model weights round them.
+    /// parameter (row-major), for each part that this rank holds; they begin as the present ones. Main weights take the values as they are,
+    /// 16-bit model weights round them.
     ///
     /// # Errors
     /// Those of `read`; the weights are then partly changed.

@@ -9,6 +9,7 @@ use super::owner_step::OwnerOptimizer;
 use crate::buffer::GroupBuffers;
 use crate::device::Slice;
 use crate::optim::{Optimizer, OwnerRule};
+use crate::spec::Dtype;
 
 /// Elements of a parameter-shaped f32 tensor that this rank holds, and where.
 pub(crate) struct Held {
@@ -22,11 +23,11 @@ pub(crate) struct Held {
 }
 
 /// Parameter-shaped f32 tensors of one kind, such as the first moments.
-pub(crate) struct HeldState {
-    pub name: &'static str,
+pub struct HeldState {
+    pub(crate) name: &'static str,
     /// The physical parameters that have one, on any rank.
-    pub params: Vec<usize>,
-    pub pieces: Vec<Held>,
+    pub(crate) params: Vec<usize>,
+    pub(crate) pieces: Vec<Held>,
 }
 
 /// The steps of an optimizer, as checkpoints keep them.
@@ -46,6 +47,18 @@ impl Engine {
         let (shard, outer) = (&group.shard, self.outer_comm.size());
         let at = |index: usize| shard.start + index * shard.len() / outer;
         at(self.outer_comm.rank())..at(self.outer_comm.rank() + 1)
+    }
+
+    /// The elements of a bucket's parameters that this rank writes to a checkpoint.
+    pub(crate) fn saved_numel(&self, group: &GroupBuffers) -> usize {
+        let saved = self.saved_range(group);
+        group.layout.items.iter().map(|item| intersection(&item.range(), &saved).len()).sum()
+    }
+
+    /// The dtype in which a parameter's weights are saved.
+    pub(crate) fn saved_dtype(&self, param: usize) -> Dtype {
+        let (group, _) = self.layout.place_of(param);
+        self.groups[group].optimizer_weight().data().dtype()
     }
 
     /// The weights that this rank writes to a checkpoint: those that the optimizer works on.

@@ -10,7 +10,7 @@ use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
     /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
-    /// for each part of a parameter, whose present values it finds. Both the main weights and the model weights get them.
+    /// for each part of a parameter; `values` begin as the present ones. Both the main weights and the model weights get them.
     pub(crate) fn fill_weights(
         &self,
         write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
@@ -36,14 +36,16 @@ impl Engine {
                     continue;
                 }
                 let values = Slice::zeros(Dtype::F32, end - start, None);
-                let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
-                let main = group.main_weight.as_ref().filter(|_| from < to).map(|main| main.part(from..to));
                 cast(compute, &group.model_weight.part(start..end), &values)?;
-                if let Some(main) = &main {
-                    cast(compute, main, &values.range(from - start..to - start))?;
+                let main = group.main_weight.as_ref().map(|main| {
+                    let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
+                    (main, from, to.max(from))
+                });
+                if let Some((main, from, to)) = main.filter(|(_, from, to)| from < to) {
+                    cast(compute, &main.part(from..to), &values.range(from - start..to - start))?;
                 }
                 compute.record().synchronize()?;
-                // SAFETY: the buffer is ours alone, and what wrote it is done.
+                // SAFETY: the buffer is new and ours alone, and what wrote it is done.
                 let out = unsafe { values.as_mut_slice::<f32>() };
                 write(
                     item.param,
@@ -51,8 +53,8 @@ impl Engine {
                     start - item.start..end - item.start,
                     out,
                 )?;
-                if let Some(main) = &main {
-                    cast(compute, &values.range(from - start..to - start), main)?;
+                if let Some((main, from, to)) = main.filter(|(_, from, to)| from < to) {
+                    cast(compute, &values.range(from - start..to - start), &main.part(from..to))?;
                 }
                 cast(compute, &values, &group.model_weight.part(start..end))?;
             }

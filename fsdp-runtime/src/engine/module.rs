@@ -85,10 +85,28 @@ pub struct Tie {
     pub absolute: String,
 }
 
+/// A resolved `fused(..)`: the tensors that checkpoints know a parameter as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fused {
+    /// Path of the field that was declared so.
+    pub field: String,
+    /// Fully qualified names of the parts, in order.
+    pub parts: Vec<String>,
+    /// Path of a field around that one that was declared to be fused too.
+    pub outer: Option<String>,
+}
+
 /// Receives what a walk finds.
 pub trait Visitor<'a> {
     /// A parameter; `attrs` has inheritance applied.
-    fn param(&mut self, name: &str, attrs: &Attrs, tie: Option<&Tie>, param: &'a Param);
+    fn param(
+        &mut self,
+        name: &str,
+        attrs: &Attrs,
+        tie: Option<&Tie>,
+        fused: Option<&Fused>,
+        param: &'a Param,
+    );
 
     /// What follows until [`Visitor::leave_unit`] belongs to this unit.
     fn enter_unit(&mut self, path: &str, cell: &'a UnitCell);
@@ -109,6 +127,14 @@ struct OpenTie {
     declared_at: usize,
 }
 
+struct OpenFused {
+    /// Of the struct that declares the field.
+    parent: String,
+    names: &'static [&'static str],
+    field: String,
+    outer: Option<String>,
+}
+
 /// Carries the path and the inherited attributes down a walk.
 pub struct Walker<'v, 'a> {
     visitor: &'v mut dyn Visitor<'a>,
@@ -117,12 +143,13 @@ pub struct Walker<'v, 'a> {
     /// The placement was declared on the very field that holds the parameter.
     own_tp: bool,
     tie: Option<OpenTie>,
+    fused: Option<OpenFused>,
 }
 
 impl<'v, 'a> Walker<'v, 'a> {
     /// A walk from the root, whose path is empty.
     pub fn new(visitor: &'v mut dyn Visitor<'a>) -> Self {
-        Walker { visitor, path: String::new(), attrs: Attrs::NONE, own_tp: false, tie: None }
+        Walker { visitor, path: String::new(), attrs: Attrs::NONE, own_tp: false, tie: None, fused: None }
     }
 
     /// Descends into a field, whose content `body` reports.
@@ -149,9 +176,15 @@ impl<'v, 'a> Walker<'v, 'a> {
             let rest = self.path[open.declared_at..].trim_start_matches('.');
             Tie { relative: join(&open.relative, &rest), absolute: join(&open.absolute, &rest) }
         });
+        let fused = self.fused.as_ref().map(|open| {
+            let rest = self.path[open.field.len()..].trim_start_matches('.');
+            let part = |name: &&str| join(&join(&open.parent, name), &rest);
+            let parts = open.names.iter().map(part).collect();
+            Fused { field: open.field.clone(), parts, outer: open.outer.clone() }
+        });
         let placement = |tp: TpPlacement| if self.own_tp { tp } else { tp.inherited(param.dims().len()) };
         let attrs = Attrs { tp: self.attrs.tp.map(placement), ..self.attrs };
-        self.visitor.param(&self.path, &attrs, tie.as_ref(), param);
+        self.visitor.param(&self.path, &attrs, tie.as_ref(), fused.as_ref(), param);
     }
 
     /// What `body` reports belongs to the unit of `cell`.
@@ -165,6 +198,7 @@ impl<'v, 'a> Walker<'v, 'a> {
         let parent_len = self.path.len();
         let outer_attrs = self.attrs;
         let tie = attrs.tie_with.map(|target| (join(&self.path, &target), target.to_string()));
+        let fused = attrs.fused.map(|names| (self.path.clone(), names));
         self.path = join(&self.path, name);
         self.attrs = attrs.over(outer_attrs);
         let outer_tie = match tie {
@@ -174,9 +208,16 @@ impl<'v, 'a> Walker<'v, 'a> {
             }
             None => None,
         };
+        let outer_fused = fused.map(|(parent, names)| {
+            let outer = self.fused.as_ref().map(|open| open.field.clone());
+            self.fused.replace(OpenFused { parent, names, field: self.path.clone(), outer })
+        });
         body(self);
         if let Some(outer) = outer_tie {
             self.tie = outer;
+        }
+        if let Some(outer) = outer_fused {
+            self.fused = outer;
         }
         self.attrs = outer_attrs;
         self.path.truncate(parent_len);

@@ -31,6 +31,8 @@ pub struct ShardedOptimizer<O> {
     updated: Vec<usize>,
     /// Steps taken.
     steps: u64,
+    /// It has stepped since it was made: the ranks have compared theirs.
+    begun: bool,
     /// By unit: those in which it had gradients.
     unit_steps: Vec<u64>,
 }
@@ -146,6 +148,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             parts: all_parts,
             updated,
             steps: 0,
+            begun: false,
             unit_steps,
         })
     }
@@ -222,7 +225,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.check(engine)?;
         backward_step::refuse(engine, "a step after it")?;
         engine.finish_grad_sync()?;
-        if self.steps == 0 {
+        if self.is_new() {
             self.agree(engine, more)?;
             engine.report_missing_gradients()?;
         }
@@ -266,6 +269,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(self.rule.validate()?)
     }
 
+    /// It has not stepped since it was made.
+    pub(crate) fn is_new(&self) -> bool {
+        !self.begun
+    }
+
     /// Makes sure that all ranks have the same rule, settings and parameter groups.
     pub(crate) fn agree(&self, engine: &Engine, more: impl FnOnce(Vec<String>) -> Vec<String>) -> Result<()> {
         let lines = std::iter::once(self.rule.describe()).chain(self.groups.fingerprint()).collect();
@@ -273,6 +281,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     pub(crate) fn count_step(&mut self) {
+        self.begun = true;
         self.steps += 1;
     }
 
@@ -289,6 +298,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             parts: self.parts.clone(),
             updated: self.updated.clone(),
             steps: self.steps,
+            begun: self.begun,
             unit_steps: self.unit_steps.clone(),
         }
     }

@@ -192,7 +192,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
         let engine = model.engine().clone();
         self.rule.validate()?;
         let mut lines = Vec::new();
-        if self.steps() == 0 {
+        if self.rest.is_new() {
             let (name, lr) = (self.rule.name(), self.rule.learning_rate());
             lines.push(format!("owner rule {name}, learning rate {lr}"));
             lines.extend(self.owners().map(|(name, owner)| format!("`{name}` has the owner {owner:?}")));

@@ -21,12 +21,19 @@ pub struct Param(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    shape: Shape,
-    init: Init,
-    dtype: Option<Dtype>,
+    made: Made,
     /// Set at run time, whatever the attributes say.
     requires_grad: Mutex<Option<bool>>,
     bound: OnceLock<Bound>,
+}
+
+/// What a parameter was made with.
+#[derive(Clone, Debug)]
+struct Made {
+    shape: Shape,
+    init: Init,
+    dtype: Option<Dtype>,
+    fused_rows: Option<Vec<usize>>,
 }
 
 /// What `fully_shard` gives to a parameter.
@@ -53,22 +60,41 @@ impl Param {
     /// ```
     pub fn new(shape: impl Into<Shape>) -> Param {
         let init = Init::Normal { mean: 0.0, std: 0.02 };
-        Param::unbound(shape.into(), init, None, None)
+        Param::unbound(Made { shape: shape.into(), init, dtype: None, fused_rows: None }, None)
     }
 
     /// The same with another initial value. An attribute on the field wins over it.
     pub fn with_init(self, init: Init) -> Param {
-        Param::unbound(self.0.shape.clone(), init, self.0.dtype, self.own_requires_grad())
+        self.remade(|made| made.init = init)
     }
 
     /// The same with a dtype of its own, whatever the policy says. An attribute on the field wins over it.
     pub fn with_dtype(self, dtype: Dtype) -> Param {
-        Param::unbound(self.0.shape.clone(), self.0.init, Some(dtype), self.own_requires_grad())
+        self.remade(|made| made.dtype = Some(dtype))
     }
 
-    fn unbound(shape: Shape, init: Init, dtype: Option<Dtype>, requires_grad: Option<bool>) -> Param {
-        let requires_grad = Mutex::new(requires_grad);
-        Param(Arc::new(Inner { shape, init, dtype, requires_grad, bound: OnceLock::new() }))
+    /// The same with so many rows (size along dim 0) in each of the parts that `#[fsdp(fused(..))]` names, in their
+    /// order; without it they have all the same. `fully_shard` refuses a number of parts that is not that of the
+    /// names, and rows whose sum is not dim 0.
+    ///
+    /// ```
+    /// # use fsdp_runtime::Param;
+    /// let (hidden, q, kv) = (64, 64, 16);
+    /// let qkv = Param::new((q + 2 * kv, hidden)).with_fused_rows([q, kv, kv]);
+    /// assert_eq!(qkv.fused_rows(), Some(&[64, 16, 16][..]));
+    /// ```
+    pub fn with_fused_rows(self, rows: impl Into<Vec<usize>>) -> Param {
+        self.remade(|made| made.fused_rows = Some(rows.into()))
+    }
+
+    fn remade(self, change: impl FnOnce(&mut Made)) -> Param {
+        let mut made = self.0.made.clone();
+        change(&mut made);
+        Param::unbound(made, self.own_requires_grad())
+    }
+
+    fn unbound(made: Made, requires_grad: Option<bool>) -> Param {
+        Param(Arc::new(Inner { made, requires_grad: Mutex::new(requires_grad), bound: OnceLock::new() }))
     }
 
     /// Freezes the parameter (`false`) or makes it trainable, whatever the attributes say; for a whole module
@@ -89,17 +115,17 @@ impl Param {
 
     /// Dims, outermost first.
     pub fn dims(&self) -> &[usize] {
-        self.0.shape.dims()
+        self.0.made.shape.dims()
     }
 
     /// Shape as candle's type.
     pub fn shape(&self) -> &Shape {
-        &self.0.shape
+        &self.0.made.shape
     }
 
     /// Number of elements.
     pub fn numel(&self) -> usize {
-        self.0.shape.elem_count()
+        self.0.made.shape.elem_count()
     }
 
     /// Fully qualified name; `None` before the model is sharded.
@@ -109,7 +135,12 @@ impl Param {
 
     /// Initial value.
     pub fn init(&self) -> &Init {
-        &self.0.init
+        &self.0.made.init
+    }
+
+    /// Rows of each part, as given by [`Param::with_fused_rows`].
+    pub fn fused_rows(&self) -> Option<&[usize]> {
+        self.0.made.fused_rows.as_deref()
     }
 
     /// The parameter's values, whole, in the unit's compute dtype.
@@ -134,7 +165,7 @@ impl Param {
     }
 
     pub(crate) fn own_dtype(&self) -> Option<Dtype> {
-        self.0.dtype
+        self.0.made.dtype
     }
 
     pub(crate) fn bound(&self) -> Option<&Bound> {

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::core::ROOT;
 use super::fsdp::Fsdp;
+use crate::buffer::GroupBuffers;
 use crate::comm::CommCounter;
 use crate::layout::MemoryPlan;
 use crate::memory::{Category, Usage};
@@ -100,6 +101,16 @@ impl<M> Fsdp<M> {
         let buckets = self.layout().buckets.iter().filter(|bucket| bucket.key.requires_grad);
         // f32 weights and gradients of one bucket.
         let owner_step = 2 * 4 * buckets.map(|bucket| bucket.size as u64).max().unwrap_or(0);
+        // What the rank writes, with an average of the weights if there is one.
+        let averages = usize::from(self.engine().account.usage(Category::WeightAverage).peak > 0);
+        let snapshot = |state_buffers: usize| {
+            let group = |group: &GroupBuffers| {
+                let (numel, weights) = (self.engine().saved_numel(group), group.optimizer_weight());
+                let states = if group.layout.key.requires_grad { 4 * (state_buffers + averages) } else { 0 };
+                (numel * (weights.data().dtype().size() + states)) as u64
+            };
+            self.engine().groups.iter().map(group).sum()
+        };
         let report = |usage: Usage| {
             let formula = match usage.category {
                 Category::ModelWeights => plan.model_weights,
@@ -110,11 +121,13 @@ impl<M> Fsdp<M> {
                 Category::ReducePool => plan.reduce_pool,
                 Category::OwnerStep => owner_step,
                 Category::WeightAverage => plan.optimizer_state,
+                Category::Snapshot => snapshot(state_buffers),
             };
             MemoryReport { usage, formula }
         };
         let listed = |usage: &Usage| {
-            let optional = matches!(usage.category, Category::OwnerStep | Category::WeightAverage);
+            let optional =
+                matches!(usage.category, Category::OwnerStep | Category::WeightAverage | Category::Snapshot);
             !optional || usage.peak > 0
         };
         self.engine().account.report().into_iter().filter(listed).map(report).collect()

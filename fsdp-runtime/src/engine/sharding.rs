@@ -118,10 +118,12 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let parts = Parts {
         id,
         config: config.clone(),
+        mesh: mesh.topology().clone(),
         strategy,
         groups: layout.buckets.iter().map(allocate).collect(),
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
+        checkpoint_comm: mesh.communicator().duplicate(&format!("{name} checkpoint")),
         comm,
         shard_comm,
         outer_comm,
@@ -140,7 +142,10 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         }
     }
     engine.fill_weights(|param, spec, range, out| {
-        collected.inits[param].fill(config.seed, &spec.name, range.start as u64..range.end as u64, out);
+        for piece in spec.pieces(range) {
+            let elements = piece.elements.start as u64..piece.elements.end as u64;
+            collected.inits[param].fill(config.seed, piece.tensor.name, elements, &mut out[piece.at]);
+        }
         Ok(())
     })?;
     Ok(engine)

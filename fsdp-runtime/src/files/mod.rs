@@ -54,7 +54,7 @@ pub enum TensorFileError {
         /// The file.
         path: PathBuf,
         /// All differences.
-        mismatch: Mismatch,
+        mismatch: Box<Mismatch>,
     },
     /// A tensor that is not in the file.
     #[error("`{}` has no tensor `{name}`", .path.display())]

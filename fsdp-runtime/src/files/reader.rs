@@ -104,7 +104,7 @@ impl TensorFile {
         if mismatch.is_empty() {
             return Ok(());
         }
-        Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch })
+        Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch: Box::new(mismatch) })
     }
 
     /// Reads elements `start..start + out.len()` of the flattened tensor, converted to `f32`.

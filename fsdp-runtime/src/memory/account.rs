@@ -28,11 +28,13 @@ pub enum Category {
     OwnerStep,
     /// Averages of the weights.
     WeightAverage,
+    /// Copies that are being saved in the background.
+    Snapshot,
 }
 
 impl Category {
     /// All of them, in the order of reports.
-    pub const ALL: [Category; 8] = [
+    pub const ALL: [Category; 9] = [
         Category::ModelWeights,
         Category::MainWeights,
         Category::MainGrads,
@@ -41,6 +43,7 @@ impl Category {
         Category::ReducePool,
         Category::OwnerStep,
         Category::WeightAverage,
+        Category::Snapshot,
     ];
 
     /// Name in tables and metrics.
@@ -54,6 +57,7 @@ impl Category {
             Category::ReducePool => "reduce_pool",
             Category::OwnerStep => "owner_step",
             Category::WeightAverage => "weight_average",
+            Category::Snapshot => "snapshot",
         }
     }
 }
@@ -77,7 +81,7 @@ struct Counter {
 
 /// Allocates flat buffers of one rank and counts their bytes.
 #[derive(Clone, Debug, Default)]
-pub struct Account(Arc<[Counter; 8]>);
+pub struct Account(Arc<[Counter; 9]>);
 
 impl Account {
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.

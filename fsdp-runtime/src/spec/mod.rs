@@ -2,12 +2,12 @@
 //!
 //! Plain data. Nothing here knows of devices or of candle.
 
+mod tensors;
 mod tree;
-
-use std::ops::Range;
 
 use serde::Serialize;
 
+pub use tensors::{FusedPart, LogicalTensor, TensorPiece};
 pub use tree::{Attrs, Field, Tree};
 
 /// Element type of a flat buffer.
@@ -123,7 +123,8 @@ pub struct GroupKey {
 /// One physical parameter as the layout sees it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ParamSpec {
-    /// Fully qualified name, renames applied: the name in a checkpoint.
+    /// Fully qualified name, renames applied. Checkpoints know it by this name unless it is fused: see
+    /// [`ParamSpec::tensors`].
     pub name: String,
     /// Dims of the part that a tensor-parallel rank holds, outermost first; all of it where nothing is cut.
     pub shape: Vec<usize>,
@@ -143,47 +144,10 @@ pub struct ParamSpec {
     pub fused: Vec<FusedPart>,
 }
 
-/// A tensor of a checkpoint that is some rows of a fused parameter.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct FusedPart {
-    /// Fully qualified name, renames applied.
-    pub name: String,
-    /// Its size along dim 0; the other dims are the parameter's.
-    pub rows: usize,
-}
-
-/// A tensor as checkpoints know it: a parameter, or a part of a fused one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LogicalTensor<'a> {
-    /// Fully qualified name.
-    pub name: &'a str,
-    /// Dims, outermost first.
-    pub shape: Vec<usize>,
-    /// Its elements in the flattened parameter.
-    pub elements: Range<usize>,
-}
-
 impl ParamSpec {
     /// Number of elements of the part that a tensor-parallel rank holds.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
-    }
-
-    /// What a checkpoint knows it as: one tensor of its name, or the parts of a fused one in order.
-    pub fn tensors(&self) -> Vec<LogicalTensor<'_>> {
-        if self.fused.is_empty() {
-            let (shape, elements) = (self.shape.clone(), 0..self.numel());
-            return vec![LogicalTensor { name: &self.name, shape, elements }];
-        }
-        let row: usize = self.shape.iter().skip(1).product();
-        let mut start = 0;
-        let mut tensors = Vec::with_capacity(self.fused.len());
-        for FusedPart { name, rows } in &self.fused {
-            let shape = std::iter::once(*rows).chain(self.shape[1..].iter().copied()).collect();
-            tensors.push(LogicalTensor { name, shape, elements: start..start + rows * row });
-            start += rows * row;
-        }
-        tensors
     }
 
     /// The dim along which tensor parallelism cuts it, if it is declared to be cut.

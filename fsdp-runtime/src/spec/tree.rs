@@ -70,6 +70,9 @@ pub struct Attrs {
     pub tie_with: Option<&'static str>,
     /// `shape = [..]`: dims of the parameter, or of each parameter of the container. Not inherited.
     pub shape: Option<&'static [usize]>,
+    /// `fused(..)`: the names that checkpoints have in place of the field's, of the parts that each parameter is
+    /// the concatenation of. Not inherited as such: it holds for what is inside, by the names it has there.
+    pub fused: Option<&'static [&'static str]>,
 }
 
 impl Attrs {
@@ -83,6 +86,7 @@ impl Attrs {
         init: None,
         tie_with: None,
         shape: None,
+        fused: None,
     };
 
     /// `self` where it says something, else what is inherited from `outer`.
@@ -101,6 +105,7 @@ impl Attrs {
             init: inherited!(init),
             tie_with: self.tie_with,
             shape: self.shape,
+            fused: self.fused,
         }
     }
 }

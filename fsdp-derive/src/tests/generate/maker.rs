@@ -182,8 +182,13 @@ impl Maker {
             let allowed = [1, 4, 7, 8][dims.min(3)];
             words.push(format!("tp = {}", self.dice.pick(&placements[..allowed])));
         }
+        let renamed = words.iter().any(|word| word.starts_with("rename"));
+        let fused = !renamed && dims > 0 && self.dice.percent(25);
+        if fused {
+            words.push(self.fused());
+        }
         match self.dice.below(6) {
-            0 => words.push(format!(
+            0 if !fused => words.push(format!(
                 "tie_with = {:?}",
                 self.dice.pick(&["embed.weight", "0.w", "a.b.c", "größe.w"])
             )),
@@ -194,6 +199,16 @@ impl Maker {
             words.swap(last, self.dice.below(last + 1));
         }
         words
+    }
+
+    fn fused(&mut self) -> String {
+        let mut names: Vec<String> = Vec::new();
+        for _ in 0..2 + self.dice.below(3) {
+            self.names += 1;
+            let quoted = [("\"", "\""), ("r#\"", "\"#")][self.dice.below(2)];
+            names.push(format!("{}attn.y{}{}", quoted.0, self.names, quoted.1));
+        }
+        format!("fused({})", self.list(&names))
     }
 
     fn init(&mut self) -> String {

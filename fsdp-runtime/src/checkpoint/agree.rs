@@ -1,0 +1,71 @@
+//! Success or failure, the same on all ranks.
+
+use std::sync::Arc;
+
+use super::error::CheckpointError;
+use crate::comm::{Communicator, Phase, Tag};
+use crate::error::{Error, Result};
+
+/// A group that saves or loads together.
+#[derive(Clone)]
+pub(super) struct Group {
+    pub comm: Arc<dyn Communicator>,
+    pub step: u64,
+}
+
+impl std::fmt::Debug for Group {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Group(rank {} of {})", self.comm.rank(), self.comm.size())
+    }
+}
+
+const FAILED: u8 = 0;
+const DONE: u8 = 1;
+
+impl Group {
+    pub fn is_first(&self) -> bool {
+        self.comm.rank() == 0
+    }
+
+    /// Every rank's bytes, if all ranks come with some; if any comes with an error, the error of the first that does,
+    /// on all ranks.
+    pub fn gather<E: Into<Error>>(&self, what: &str, own: Result<Vec<u8>, E>) -> Result<Vec<Vec<u8>>> {
+        let own = own.map_err(Into::into);
+        let bytes = match &own {
+            Ok(bytes) => [&[DONE][..], bytes].concat(),
+            Err(error) => [&[FAILED][..], error.to_string().as_bytes()].concat(),
+        };
+        let tag = Tag { unit: what.into(), phase: Phase::Checkpoint, step: self.step };
+        let all = self.comm.host_gather(tag, bytes)?;
+        let failed = all.iter().position(|bytes| bytes.first() == Some(&FAILED));
+        let Some(rank) = failed else {
+            return Ok(all.into_iter().map(|mut bytes| bytes.split_off(1)).collect());
+        };
+        // Where all say the same, no rank is to blame: the error is the typed one.
+        match own {
+            Err(error) if all.iter().all(|bytes| *bytes == all[rank]) => Err(error),
+            _ => {
+                let message = String::from_utf8_lossy(&all[rank][1..]).into_owned();
+                Err(CheckpointError::OnRank { rank, message }.into())
+            }
+        }
+    }
+
+    /// Fails on all ranks if it failed on one.
+    pub fn all_done<T, E: Into<Error>>(&self, what: &str, own: Result<T, E>) -> Result<T> {
+        let mut value = None;
+        let outcome = own.map(|own| value = Some(own)).map(|()| Vec::new());
+        self.gather(what, outcome)?;
+        Ok(value.expect("all ranks are done"))
+    }
+
+    /// What the first rank says; the others' `first` is not called.
+    pub fn by_first<E: Into<Error>>(
+        &self,
+        what: &str,
+        first: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<Vec<u8>> {
+        let own = if self.is_first() { first().map_err(Into::into) } else { Ok(Vec::new()) };
+        Ok(self.gather(what, own)?.swap_remove(0))
+    }
+}

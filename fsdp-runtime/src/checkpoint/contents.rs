@@ -1,0 +1,271 @@
+//! What goes into a checkpoint.
+
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::agree::Group;
+use super::error::CheckpointError;
+use super::index::{StoredDtype, Writer};
+use super::state::{ModelRef, OptimizerState};
+use crate::device::Slice;
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
+use crate::error::Result;
+use crate::memory::Category;
+use crate::spec::{Dtype, ParamSpec};
+
+/// Section of the weights and buffers.
+pub const MODEL: &str = "model";
+
+/// Name of the value that an optimizer's counters and settings are under, and before the names of its states.
+pub(super) const OPTIMIZER: &str = "optimizer";
+
+/// The state that a checkpoint is to hold: what this rank owns of it, and what all ranks know of the whole.
+///
+/// Nothing is copied: the state is borrowed until it is saved. See [`Checkpoints::save`](super::Checkpoints::save).
+#[derive(Debug)]
+pub struct Contents<'a> {
+    engine: Arc<Engine>,
+    prepared: Prepared,
+    borrowed: PhantomData<&'a ()>,
+}
+
+/// The same, apart from the model.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub group: Group,
+    pub seed: u64,
+    pub writer: Writer,
+    pub sections: BTreeMap<String, Vec<Declared>>,
+    pub pieces: Vec<Piece>,
+    pub values: BTreeMap<String, Value>,
+    /// What was wrong first; told when all ranks can hear it.
+    pub error: Option<CheckpointError>,
+}
+
+/// A tensor of the whole model.
+#[derive(Clone, Debug)]
+pub(super) struct Declared {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: StoredDtype,
+}
+
+/// Consecutive elements of a tensor that this rank writes.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub section: String,
+    pub name: String,
+    pub start: usize,
+    pub len: usize,
+    pub memory: Memory,
+}
+
+#[derive(Debug)]
+pub(super) enum Memory {
+    Held(Slice),
+    Bytes(Vec<u8>),
+}
+
+pub(super) fn stored(dtype: Dtype) -> StoredDtype {
+    match dtype {
+        Dtype::F32 => StoredDtype::F32,
+        Dtype::BF16 => StoredDtype::BF16,
+        Dtype::F16 => StoredDtype::F16,
+    }
+}
+
+/// The logical tensors that share elements with `elements` of a parameter: name, the elements of the tensor, and where
+/// these begin in `elements`.
+pub(super) fn logical_parts(
+    spec: &ParamSpec,
+    elements: Range<usize>,
+) -> impl Iterator<Item = (String, Range<usize>, usize)> {
+    spec.tensors().into_iter().filter_map(move |tensor| {
+        let start = tensor.elements.start.max(elements.start);
+        let end = tensor.elements.end.min(elements.end);
+        let first = tensor.elements.start;
+        (start < end).then(|| (tensor.name.to_owned(), start - first..end - first, start - elements.start))
+    })
+}
+
+impl<'a> Contents<'a> {
+    /// Weights and buffers of a model: the main weights where there are any, else the model weights.
+    pub fn of<M: FsdpUnit>(model: &'a Fsdp<M>) -> Contents<'a> {
+        let engine = model.engine().clone();
+        let (step, seed, unfinished) = {
+            let state = engine.state.lock();
+            (state.step, state.seed, state.received.contains(&true))
+        };
+        let prepared = Prepared {
+            group: Group { comm: engine.checkpoint_comm.clone(), step },
+            seed,
+            writer: Writer {
+                ranks: engine.comm.size(),
+                mesh: engine.mesh.to_string(),
+                strategy: engine.strategy.to_string(),
+                precision: engine.config.precision.to_string(),
+                alignment: format!("{:?}", engine.config.alignment),
+                library: env!("CARGO_PKG_VERSION").into(),
+            },
+            sections: BTreeMap::new(),
+            pieces: Vec::new(),
+            values: BTreeMap::new(),
+            error: None,
+        };
+        let mut contents = Contents { engine: engine.clone(), prepared, borrowed: PhantomData };
+        let mut declared = Vec::new();
+        for (param, spec) in engine.layout.params.iter().enumerate() {
+            let dtype = stored(engine.saved_dtype(param));
+            declared.extend(spec.tensors().into_iter().map(|tensor| Declared {
+                name: tensor.name.to_owned(),
+                shape: tensor.shape,
+                dtype,
+            }));
+        }
+        contents.hold(MODEL, &engine, engine.saved_weights());
+        for (name, tensor) in buffer_list(model.module()) {
+            match read_buffer(tensor) {
+                Err(error) => contents.fail(format!("buffer `{name}`: {error}")),
+                Ok((dtype, bytes)) => {
+                    if engine.comm.rank() == 0 && !bytes.is_empty() {
+                        let (section, len) = (MODEL.to_owned(), tensor.elem_count());
+                        let memory = Memory::Bytes(bytes);
+                        contents.prepared.pieces.push(Piece {
+                            section,
+                            name: name.clone(),
+                            start: 0,
+                            len,
+                            memory,
+                        });
+                    }
+                    declared.push(Declared { name, shape: tensor.dims().to_vec(), dtype });
+                }
+            }
+        }
+        contents.prepared.sections.insert(MODEL.into(), declared);
+        if unfinished {
+            contents.fail(
+                "a checkpoint is of the state between two steps, but this step has gradients already: save after the \
+                 optimizer's step, or forget them with `reset_step`",
+            );
+        }
+        contents
+    }
+
+    fn fail(&mut self, message: impl Into<String>) {
+        self.prepared.error.get_or_insert(CheckpointError::Usage(message.into()));
+    }
+
+    fn hold(&mut self, section: &str, engine: &Engine, pieces: Vec<Held>) {
+        for Held { param, elements, memory, .. } in pieces.into_iter().filter(|piece| piece.saves) {
+            for (name, range, at) in logical_parts(&engine.layout.params[param], elements) {
+                let memory = Memory::Held(memory.range(at..at + range.len()));
+                let (section, start, len) = (section.to_owned(), range.start, range.len());
+                self.prepared.pieces.push(Piece { section, name, start, len, memory });
+            }
+        }
+    }
+
+    /// Adds tensors of the shapes of parameters, in f32.
+    fn add(&mut self, section: String, state: HeldState) {
+        let engine = self.engine.clone();
+        if self.prepared.sections.contains_key(&section) {
+            return self.fail(format!("a checkpoint has one section `{section}`: it was added twice"));
+        }
+        let tensors = state.params.iter().flat_map(|&param| engine.layout.params[param].tensors());
+        let declared = tensors.map(|tensor| Declared {
+            name: tensor.name.to_owned(),
+            shape: tensor.shape,
+            dtype: StoredDtype::F32,
+        });
+        let declared = declared.collect();
+        self.hold(&section, &engine, state.pieces);
+        self.prepared.sections.insert(section, declared);
+    }
+
+    /// Adds the state of the model's optimizer: its buffers, its counts of steps, its learning rate.
+    pub fn optimizer(mut self, optimizer: &'a dyn OptimizerState) -> Self {
+        if let Err(error) = optimizer.check_model(ModelRef(&self.engine)) {
+            self.fail(error.to_string());
+            return self;
+        }
+        for state in optimizer.states(ModelRef(&self.engine)) {
+            self.add(format!("{OPTIMIZER}.{}", state.name), state);
+        }
+        let value = optimizer.value(ModelRef(&self.engine));
+        self.insert(OPTIMIZER, value);
+        self
+    }
+
+    /// Adds an average of the model's weights, as section `name`, and its count of updates as the value `name`.
+    pub fn average(mut self, name: &str, average: &'a Ema) -> Self {
+        if let Err(error) = average.check(&self.engine) {
+            self.fail(error.to_string());
+            return self;
+        }
+        let state = average.held(&self.engine);
+        self.add(name.to_owned(), state);
+        self.insert(name, average.updates().into());
+        self
+    }
+
+    /// Adds small state that is the same on all ranks, under a name of its own: a position in the data, a
+    /// [`LossScalerState`](crate::optim::LossScalerState), what a schedule has to remember.
+    pub fn value(mut self, name: &str, value: &impl Serialize) -> Self {
+        match serde_json::to_value(value) {
+            Ok(value) => self.insert(name, value),
+            Err(error) => self.fail(format!("value `{name}` cannot be saved: {error}")),
+        }
+        self
+    }
+
+    fn insert(&mut self, name: &str, value: Value) {
+        if self.prepared.values.insert(name.to_owned(), value).is_some() {
+            self.fail(format!("a checkpoint has one value `{name}`: it was added twice"));
+        }
+    }
+
+    /// What is to be written, settled: nothing changes it while it is borrowed.
+    pub(super) fn prepare(self) -> Result<Prepared> {
+        self.engine.settle()?;
+        Ok(self.prepared)
+    }
+
+    /// A copy of it in host memory, which borrows nothing.
+    pub(super) fn snapshot(self) -> Result<Prepared> {
+        self.engine.settle()?;
+        let account = self.engine.account.clone();
+        let copy = |piece: Piece| {
+            let memory = match piece.memory {
+                Memory::Bytes(bytes) => Memory::Bytes(bytes),
+                Memory::Held(slice) => {
+                    let copy = account.allocate(Category::Snapshot, slice.dtype(), slice.len());
+                    // SAFETY: the copy is new and ours alone; nothing is under way (`settle`), and while the state is
+                    // borrowed no one changes it.
+                    unsafe { copy.as_mut_bytes().copy_from_slice(slice.as_bytes()) };
+                    Memory::Held(copy)
+                }
+            };
+            Piece { memory, ..piece }
+        };
+        let Prepared { pieces, .. } = self.prepared;
+        Ok(Prepared { pieces: pieces.into_iter().map(copy).collect(), ..self.prepared })
+    }
+}
+
+impl Memory {
+    /// # Safety
+    /// While the result lives no one writes what is held.
+    pub unsafe fn bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: the caller's promise.
+            Memory::Held(slice) => unsafe { slice.as_bytes() },
+            Memory::Bytes(bytes) => bytes,
+        }
+    }
+}

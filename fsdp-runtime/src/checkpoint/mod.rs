@@ -1,0 +1,39 @@
+//! Checkpoints: the whole training state, sharded on disk as it is in memory, keyed by what a tensor *is* rather than by
+//! where it was.
+//!
+//! # Format
+//! A checkpoint is a directory:
+//! - `index.json`: readable; for every tensor its dtype, its shape and where its elements are, with checksums; small
+//!   state (the optimizer's counters, a position in the data, ..) by name. See [`Index`].
+//! - `rank-00000.safetensors`, ..: what each rank owned, one flat piece of each tensor; any reader of safetensors opens
+//!   them.
+//!
+//! Tensors are in sections: `model` has the weights (the f32 main weights where there are any, else the model weights)
+//! and the buffers, `optimizer.exp_avg` and so on the optimizer's state, other names averages of the weights. Their names
+//! are those of the parameters; of a tied parameter its first one; of a fused parameter those of its parts.
+//!
+//! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. At the
+//! same number of ranks, training goes on bit for bit; at another one, to the order of sums.
+
+mod agree;
+mod background;
+mod contents;
+mod disk;
+mod error;
+mod index;
+mod read;
+mod restore;
+mod state;
+mod store;
+mod write;
+
+pub use background::BackgroundSaver;
+pub use contents::{Contents, MODEL};
+pub use error::CheckpointError;
+pub use index::{
+    FORMAT_VERSION, INDEX_FILE, Index, Section, StoredDtype, StoredFile, StoredPart, StoredTensor, Writer,
+};
+pub use read::Checkpoint;
+pub use restore::{Restore, Restored};
+pub use state::{ModelRef, OptimizerState};
+pub use store::{Checkpoints, Entry};

@@ -1,0 +1,88 @@
+//! The file of one rank.
+
+use std::path::Path;
+
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
+
+use super::contents::Piece;
+use super::disk::Disk;
+use super::error::CheckpointError;
+use super::index::{BLOCK, StoredDtype, StoredFile, StoredPart};
+
+/// What a rank has written, for the index.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    /// None if the rank had nothing to write.
+    pub file: Option<StoredFile>,
+    /// Section and name of a tensor, and the part of it in the file.
+    pub parts: Vec<(String, String, StoredPart)>,
+}
+
+fn safetensors_dtype(dtype: StoredDtype) -> Dtype {
+    match dtype {
+        StoredDtype::F32 => Dtype::F32,
+        StoredDtype::BF16 => Dtype::BF16,
+        StoredDtype::F16 => Dtype::F16,
+        StoredDtype::F64 => Dtype::F64,
+        StoredDtype::U8 => Dtype::U8,
+        StoredDtype::U32 => Dtype::U32,
+        StoredDtype::I16 => Dtype::I16,
+        StoredDtype::I32 => Dtype::I32,
+        StoredDtype::I64 => Dtype::I64,
+    }
+}
+
+/// Writes `pieces` into a new file `name` of `directory`: a safetensors file, each piece a flat tensor of the name
+/// `section:name`. The file is on the disk when this returns.
+pub(super) fn write(
+    disk: &Disk,
+    directory: &Path,
+    name: &str,
+    mut pieces: Vec<Piece>,
+    dtype: impl Fn(&Piece) -> StoredDtype,
+) -> Result<Manifest, CheckpointError> {
+    if pieces.is_empty() {
+        return Ok(Manifest::default());
+    }
+    let path = directory.join(name);
+    // Whole elements of every dtype are aligned if the large ones come first.
+    pieces.sort_by_key(|piece| std::cmp::Reverse(dtype(piece).size()));
+    let mut infos = Vec::with_capacity(pieces.len());
+    let mut end = 0;
+    for piece in &pieces {
+        let (start, dtype) = (end, dtype(piece));
+        end += piece.len * dtype.size();
+        let (dtype, shape) = (safetensors_dtype(dtype), vec![piece.len]);
+        let info = TensorInfo { dtype, shape, data_offsets: (start, end) };
+        infos.push((format!("{}:{}", piece.section, piece.name), info));
+    }
+    let malformed = |reason: String| CheckpointError::Malformed { path: path.clone(), reason };
+    let metadata = Metadata::new(None, infos).map_err(|error| malformed(error.to_string()))?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|error| malformed(error.to_string()))?;
+    json.resize(json.len().next_multiple_of(8), b' ');
+    let header = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
+
+    let mut file = disk.create(&path)?;
+    disk.write(&path, &mut file, &header)?;
+    let mut offset = header.len() as u64;
+    let mut parts = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        // SAFETY: what is held is borrowed, or a copy that is ours alone; nothing is under way (`settle`) that
+        // writes it.
+        let bytes = unsafe { piece.memory.bytes() };
+        let mut crc32 = Vec::with_capacity(bytes.len().div_ceil(BLOCK));
+        // Blocks are written while they are still in the cache from the checksum.
+        for block in bytes.chunks(BLOCK) {
+            crc32.push(crc32fast::hash(block));
+            disk.write(&path, &mut file, block)?;
+        }
+        let Piece { section, name, start, len, .. } = piece;
+        parts.push((section, name, StoredPart { start, len, file: 0, offset, crc32 }));
+        offset += bytes.len() as u64;
+    }
+    disk.sync(&path, &file)?;
+    let file = StoredFile { name: name.to_owned(), bytes: offset, header_crc32: crc32fast::hash(&header) };
+    Ok(Manifest { file: Some(file), parts })
+}

@@ -1,0 +1,5 @@
+//! Checkpoints: what is saved at one number of ranks, strategy and layout is restored at any other.
+
+mod model;
+mod round_trips;
+mod strictness;

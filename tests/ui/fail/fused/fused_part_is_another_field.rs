@@ -1,0 +1,10 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(fused("q", "k"))]
+    qkv: Param,
+    q: Param,
+}
+
+fn main() {}

@@ -1,0 +1,9 @@
+use fsdp::{FsdpUnit, Param};
+
+#[derive(FsdpUnit)]
+struct Layer {
+    #[fsdp(fused("q", "k"), rename = "qk")]
+    qkv: Param,
+}
+
+fn main() {}
