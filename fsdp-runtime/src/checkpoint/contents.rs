@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
-use std::ops::Range;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -16,7 +15,7 @@ use crate::device::Slice;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
 use crate::error::Result;
 use crate::memory::Category;
-use crate::spec::{Dtype, ParamSpec};
+use crate::spec::Dtype;
 
 /// Section of the weights and buffers.
 pub const MODEL: &str = "model";
@@ -77,20 +76,6 @@ pub(super) fn stored(dtype: Dtype) -> StoredDtype {
         Dtype::BF16 => StoredDtype::BF16,
         Dtype::F16 => StoredDtype::F16,
     }
-}
-
-/// The logical tensors that share elements with `elements` of a parameter: name, the elements of the tensor, and where
-/// these begin in `elements`.
-pub(super) fn logical_parts(
-    spec: &ParamSpec,
-    elements: Range<usize>,
-) -> impl Iterator<Item = (String, Range<usize>, usize)> {
-    spec.tensors().into_iter().filter_map(move |tensor| {
-        let start = tensor.elements.start.max(elements.start);
-        let end = tensor.elements.end.min(elements.end);
-        let first = tensor.elements.start;
-        (start < end).then(|| (tensor.name.to_owned(), start - first..end - first, start - elements.start))
-    })
 }
 
 impl<'a> Contents<'a> {
@@ -163,9 +148,10 @@ impl<'a> Contents<'a> {
 
     fn hold(&mut self, section: &str, engine: &Engine, pieces: Vec<Held>) {
         for Held { param, elements, memory, .. } in pieces.into_iter().filter(|piece| piece.saves) {
-            for (name, range, at) in logical_parts(&engine.layout.params[param], elements) {
-                let memory = Memory::Held(memory.range(at..at + range.len()));
-                let (section, start, len) = (section.to_owned(), range.start, range.len());
+            for piece in engine.layout.params[param].pieces(elements) {
+                let memory = Memory::Held(memory.range(piece.at));
+                let (section, name) = (section.to_owned(), piece.tensor.name.to_owned());
+                let (start, len) = (piece.elements.start, piece.elements.len());
                 self.prepared.pieces.push(Piece { section, name, start, len, memory });
             }
         }

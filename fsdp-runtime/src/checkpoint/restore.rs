@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::agree::Group;
-use super::contents::{MODEL, OPTIMIZER, logical_parts, stored};
+use super::contents::{MODEL, OPTIMIZER, stored};
 use super::error::CheckpointError;
 use super::index::{INDEX_FILE, Section, StoredDtype, StoredTensor};
 use super::read::Checkpoint;
@@ -17,6 +17,7 @@ use super::store::Checkpoints;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_dtype, buffer_list, overwrite_buffer};
 use crate::error::{Error, Result};
 use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
+use crate::spec::{LogicalTensor, TensorPiece};
 
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
 /// each rank reads the elements that it holds.
@@ -147,7 +148,7 @@ impl<'a> Restore<'a> {
                 return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
             }
             let tensors = params.iter().flat_map(|&param| engine.layout.params[param].tensors());
-            let f32 = |tensor: crate::spec::LogicalTensor<'_>| Expected {
+            let f32 = |tensor: LogicalTensor<'_>| Expected {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,
                 dtype: StoredDtype::F32,
@@ -231,9 +232,9 @@ impl<'a> Restore<'a> {
         };
         let out = left_out(MODEL);
         engine.fill_weights(|_, spec, elements, values| {
-            for (name, range, at) in logical_parts(spec, elements) {
-                if !out.contains(name.as_str()) {
-                    checkpoint.read_f32(MODEL, &name, range.start, &mut values[at..at + range.len()])?;
+            for TensorPiece { tensor, elements, at } in spec.pieces(elements) {
+                if !out.contains(tensor.name) {
+                    checkpoint.read_f32(MODEL, tensor.name, elements.start, &mut values[at])?;
                 }
             }
             Ok(())
@@ -251,10 +252,9 @@ impl<'a> Restore<'a> {
                 // SAFETY: nothing is under way (`reset_step`), and the state is borrowed mutably for the restore: this
                 // thread is its only user.
                 let values = unsafe { memory.as_mut_slice::<f32>() };
-                for (name, range, at) in logical_parts(&engine.layout.params[param], elements) {
-                    if !out.contains(name.as_str()) {
-                        let values = &mut values[at..at + range.len()];
-                        checkpoint.read_f32(section, &name, range.start, values)?;
+                for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
+                    if !out.contains(tensor.name) {
+                        checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
                     }
                 }
             }
