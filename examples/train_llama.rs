@@ -15,13 +15,14 @@ use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
 use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
+use fsdp_models::pretrained::{SaveOptions, check_save_place, save_pretrained};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
     CheckpointOptions, Outputs, RunCheckpoints, TrainOptions, TrainSummary, check_distinct, lanes, plot,
     quantity, report, shard, train,
 };
-use fsdp_models::{Llama, LlamaConfig, ops};
+use fsdp_models::{Llama, LlamaConfig, Tokenizer, ops};
 
 /// Sequences of a step, and tokens of each, where neither an option nor a token file says.
 const DEFAULT_BATCH: usize = 16;
@@ -167,6 +168,9 @@ struct Files {
     /// Write the weights after the last step, as f32 safetensors
     #[arg(long, value_name = "FILE")]
     save_weights: Option<PathBuf>,
+    /// Write the model after the last step as a directory of Hugging Face's: a model of text with a tokenizer of bytes
+    #[arg(long, value_name = "DIR")]
+    save_pretrained: Option<PathBuf>,
     /// Write the first step's gradients, reduced and not clipped, as f32 safetensors
     #[arg(long, value_name = "FILE")]
     save_grads: Option<PathBuf>,
@@ -222,6 +226,7 @@ impl Files {
         let inputs = [("--tokens", self.tokens.as_deref()), ("--weights", self.weights.as_deref())];
         let outputs = [
             ("--save-weights", self.save_weights.as_deref()),
+            ("--save-pretrained", self.save_pretrained.as_deref()),
             ("--save-grads", self.save_grads.as_deref()),
             ("--metrics", self.metrics.as_deref()),
             ("--plot", self.plot.as_deref()),
@@ -316,9 +321,17 @@ fn run(options: Options) -> Result<()> {
         checkpoints,
     };
 
+    // Tokens of a file come from a tokenizer that is not known here.
+    let bytes = files.tokens.is_none() && options.model.vocab_size >= 256;
+    let tokenizer = bytes.then(Tokenizer::of_bytes).transpose()?;
+    let pretrained = SaveOptions { tokenizer: tokenizer.as_ref(), ..SaveOptions::default() };
+
     ops::set_threads(usize::from(sharding.threads_per_rank));
     let summaries = Launcher::new().ranks(ranks).run(|world| {
         let mut model = shard(&world, &options, weights.as_ref())?;
+        if let Some(dir) = &files.save_pretrained {
+            check_save_place(&model, dir)?;
+        }
         if world.rank() == 0 {
             let (strategy, tokens) = (model.strategy(), data.rows() * data.seq());
             let mesh = match options.outer_ranks {
@@ -329,7 +342,11 @@ fn run(options: Options) -> Result<()> {
             println!("{}", options.fsdp.precision);
             println!("\n{}", report::units(&model));
         }
-        train(&world, &mut model, &options, &*data, &outputs)
+        let summary = train(&world, &mut model, &options, &*data, &outputs)?;
+        if let Some(dir) = &files.save_pretrained {
+            save_pretrained(&model, &options.model.to_json(), dir, &pretrained)?;
+        }
+        Ok::<_, fsdp_models::Error>(summary)
     });
     let summaries = summaries.map_err(root_cause)?;
 

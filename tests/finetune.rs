@@ -210,7 +210,8 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
         assert_eq!(kept, 2);
 
         // On others, to the order of sums.
-        let mut before: Vec<_> = fs::read_to_string(place.path(whole)).unwrap().lines().map(str::to_owned).collect();
+        let mut before: Vec<_> =
+            fs::read_to_string(place.path(whole)).unwrap().lines().map(str::to_owned).collect();
         before.truncate(100);
         fs::write(place.path(other), before.join("\n") + "\n").unwrap();
         let on = ["--checkpoints", &copy, "--resume", "--ranks", "3", "--metrics", other];
