@@ -4,6 +4,8 @@ use fsdp::files::{FileError, TensorFileError};
 
 use crate::config::ConfigError;
 use crate::data::DataError;
+use crate::generate::GenerateError;
+use crate::lora::LoraError;
 use crate::pretrained::PretrainedError;
 use crate::tokenizer::TokenizerError;
 use crate::trainer::{TrainError, plot::PlotError};
@@ -23,6 +25,12 @@ pub enum Error {
     /// A model configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// Adapters.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
+    /// A completion.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),

@@ -3,10 +3,13 @@
 pub mod config;
 pub mod data;
 pub mod error;
+pub mod generate;
 pub mod layers;
 pub mod llama;
+pub mod lora;
 pub mod ops;
 pub mod pretrained;
+mod random;
 pub mod tokenizer;
 pub mod trainer;
 

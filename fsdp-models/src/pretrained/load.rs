@@ -8,6 +8,7 @@ use fsdp::files::{Mismatch, TensorFileError};
 use fsdp::spec::ParamSpec;
 
 use super::weights::Weights;
+use crate::lora::adapter_of;
 
 /// What becomes of tensors that do not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,7 +60,8 @@ impl Weights {
     /// call it.
     ///
     /// A parameter is known by its name, a fused one by those of its parts, a tied one by any of its names: if the file has
-    /// several of them, the first in declaration order is read. Buffers are not weights and stay as they are.
+    /// several of them, the first in declaration order is read. Buffers are not weights and stay as they are,
+    /// and so do [adapters](crate::lora), which pretrained models do not have.
     ///
     /// # Errors
     /// If [`Strictness::Strict`]: tensors that are missing, unexpected, of another shape, or no floats, all of them in one
@@ -110,7 +112,7 @@ impl Weights {
         let mut expected = Vec::new();
         let mut wanted = Vec::new();
         let mut spare = BTreeSet::new();
-        for spec in params {
+        for spec in params.iter().filter(|spec| adapter_of(&spec.name).is_none()) {
             let mut names: Vec<&str> = spec.aliases.iter().map(String::as_str).collect();
             names.extend(ties.iter().filter(|(name, _)| *name == spec.name).map(|(_, other)| *other));
             for tensor in spec.tensors() {

@@ -24,6 +24,7 @@ pub use error::PretrainedError;
 pub use gguf::GgufFile;
 pub use index::ShardedTensorFiles;
 pub use load::{LoadReport, Strictness};
+pub(crate) use save::save_shown;
 pub use save::{SaveOptions, check_save_place, save_pretrained};
 pub use weights::Weights;
 pub(crate) use weights::is_gguf;

@@ -67,7 +67,22 @@ pub fn save_pretrained<M>(
     dir: &Path,
     options: &SaveOptions<'_>,
 ) -> crate::Result<()> {
-    let params = &model.layout().params;
+    let params: Vec<&ParamSpec> = model.layout().params.iter().collect();
+    save_shown(model, &params, config, dir, options, |visit| model.visit_weights(visit))
+}
+
+/// Takes one parameter, whole.
+pub(crate) type Visit<'a> = &'a mut dyn FnMut(&ParamSpec, &[f32]) -> fsdp::Result<()>;
+
+/// [`save_pretrained`] of `params`, which `visit_all` shows whole on every rank.
+pub(crate) fn save_shown<M>(
+    model: &Fsdp<M>,
+    params: &[&ParamSpec],
+    config: &Map<String, Value>,
+    dir: &Path,
+    options: &SaveOptions<'_>,
+    visit_all: impl FnOnce(Visit<'_>) -> fsdp::Result<()>,
+) -> crate::Result<()> {
     let writer = stored(params, options.dtype).and_then(|tensors| {
         (model.rank() == 0)
             .then(|| PretrainedWriter::create(dir, &tensors, options.max_shard_bytes))
@@ -75,7 +90,7 @@ pub fn save_pretrained<M>(
     });
     let mut writer = model.agree_on("save_pretrained", writer)?;
     let mut failed = None;
-    model.visit_weights(|spec, values| {
+    visit_all(&mut |spec, values| {
         // The other ranks go on with their gathers: a failure is told when all are through.
         if let Some(writer) = writer.as_mut().filter(|_| failed.is_none()) {
             failed = write(writer, spec, values).err();
@@ -115,7 +130,7 @@ fn writable(dir: &Path) -> Result<(), FileError> {
 }
 
 /// What is stored of these parameters.
-fn stored(params: &[ParamSpec], dtype: Option<Dtype>) -> crate::Result<Vec<StoredTensor>> {
+fn stored(params: &[&ParamSpec], dtype: Option<Dtype>) -> crate::Result<Vec<StoredTensor>> {
     if let Some(spec) = params.iter().find(|spec| spec.tp_parts > 1) {
         return Err(PretrainedError::Cut { name: spec.name.clone(), parts: spec.tp_parts }.into());
     }
@@ -164,6 +179,11 @@ impl Pretrained {
     /// # Errors
     /// As for [`save_pretrained`].
     pub fn save<M>(&self, model: &Fsdp<M>, dir: &Path, options: &SaveOptions<'_>) -> crate::Result<()> {
+        save_pretrained(model, &self.saved_config(options), dir, options)
+    }
+
+    /// The `config.json` of a model that is saved so.
+    pub(crate) fn saved_config(&self, options: &SaveOptions<'_>) -> Map<String, Value> {
         let mut config = self.json.clone();
         if let Some(tokenizer) = options.tokenizer {
             for (field, id) in [("bos_token_id", tokenizer.bos()), ("eos_token_id", tokenizer.eos())] {
@@ -172,6 +192,6 @@ impl Pretrained {
                 }
             }
         }
-        save_pretrained(model, &config, dir, options)
+        config
     }
 }

@@ -1,5 +1,6 @@
 //! Text to token ids and back, with the tokenizer that a pretrained model came with.
 
+mod bytes;
 mod gguf;
 
 use std::fs;

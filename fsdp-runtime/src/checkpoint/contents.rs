@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::agree::Group;
 use super::error::CheckpointError;
+use super::expected::frozen_tensors;
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
@@ -140,6 +141,20 @@ impl<'a> Contents<'a> {
             );
         }
         contents
+    }
+
+    /// Leaves out the weights that are not trained, for a program that has them from elsewhere: beside low-rank adapters,
+    /// the pretrained model is by far the most. To be restored with
+    /// [`Restore::without_frozen`](super::Restore::without_frozen).
+    pub fn without_frozen(mut self) -> Self {
+        let engine = self.engine.clone();
+        let frozen = frozen_tensors(&engine);
+        if let Some(declared) = self.prepared.sections.get_mut(MODEL) {
+            declared.retain(|tensor| !frozen.contains(tensor.name.as_str()));
+        }
+        let left_out = |piece: &Piece| piece.section == MODEL && frozen.contains(piece.name.as_str());
+        self.prepared.pieces.retain(|piece| !left_out(piece));
+        self
     }
 
     fn fail(&mut self, message: impl Into<String>) {

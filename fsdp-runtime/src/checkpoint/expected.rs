@@ -70,6 +70,12 @@ pub(super) fn model_tensors(engine: &Engine, buffers: &[(String, &Tensor)]) -> V
     weights.chain(buffers).collect()
 }
 
+/// The names of the weights that are not trained.
+pub(super) fn frozen_tensors(engine: &Engine) -> HashSet<&str> {
+    let frozen = engine.layout.params.iter().filter(|spec| !spec.key.requires_grad);
+    frozen.flat_map(|spec| spec.tensors().into_iter().map(|tensor| tensor.name)).collect()
+}
+
 /// The names of what is not loaded, because it is missing or cannot be converted.
 pub(super) struct LeftOut<'a> {
     neither: HashSet<&'a str>,

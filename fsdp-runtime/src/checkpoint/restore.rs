@@ -1,5 +1,6 @@
 //! A checkpoint back into a model, at any number of ranks.
 
+use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use candle_core::Tensor;
 use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
-use super::expected::{Expected, left_out, mismatch, model_tensors};
+use super::expected::{Expected, frozen_tensors, left_out, mismatch, model_tensors};
 use super::index::{INDEX_FILE, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
@@ -30,6 +31,7 @@ pub struct Restore<'a> {
     optimizer: Option<&'a mut dyn OptimizerState>,
     averages: Vec<(String, &'a mut Ema)>,
     strict: bool,
+    frozen: bool,
     borrowed: PhantomData<&'a mut ()>,
 }
 
@@ -60,6 +62,7 @@ impl<'a> Restore<'a> {
             optimizer: None,
             averages: Vec::new(),
             strict: true,
+            frozen: true,
             borrowed: PhantomData,
         }
     }
@@ -81,6 +84,13 @@ impl<'a> Restore<'a> {
     /// [`Restored::skipped`].
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
+        self
+    }
+
+    /// Leaves frozen weights as they are, whether the checkpoint has them or not: the counterpart of
+    /// [`Contents::without_frozen`](super::Contents::without_frozen).
+    pub fn without_frozen(mut self) -> Self {
+        self.frozen = false;
         self
     }
 
@@ -142,8 +152,10 @@ impl<'a> Restore<'a> {
     /// What is wrong with each section that is to be restored, and which sections are not.
     fn compare(&self, checkpoint: &Checkpoint) -> Result<(Mismatches, Vec<String>)> {
         let engine = &*self.engine;
-        let mut expected: Vec<(String, Vec<Expected>)> =
-            vec![(MODEL.into(), model_tensors(engine, &self.buffers))];
+        let left = if self.frozen { HashSet::new() } else { frozen_tensors(engine) };
+        let mut model = model_tensors(engine, &self.buffers);
+        model.retain(|tensor| !left.contains(tensor.name.as_str()));
+        let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), model)];
         let mut add = |section: String, params: &[usize]| -> Result<()> {
             if expected.iter().any(|(known, _)| *known == section) {
                 return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
@@ -172,7 +184,10 @@ impl<'a> Restore<'a> {
         let none = Section::new();
         let mut wrong = Vec::new();
         for (section, expected) in &expected {
-            let mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
+            let mut mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
+            if section == MODEL {
+                mismatch.unexpected.retain(|name| !left.contains(name.as_str()));
+            }
             if !mismatch.is_empty() {
                 wrong.push((section.clone(), mismatch));
             }
@@ -204,7 +219,11 @@ impl<'a> Restore<'a> {
             left_out(skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch))
         };
         let out = left_out(MODEL);
+        let frozen = self.frozen;
         engine.fill_weights(|_, spec, elements, values| {
+            if !frozen && !spec.key.requires_grad {
+                return Ok(());
+            }
             for TensorPiece { tensor, elements, at } in spec.pieces(elements) {
                 if !out.weight(tensor.name) {
                     checkpoint.read_f32(MODEL, tensor.name, elements.start, &mut values[at])?;
