@@ -171,6 +171,16 @@ impl Index {
         }
     }
 
+    /// Version of the format it was written in.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().fold(0, |bytes, file| bytes.saturating_add(file.bytes))
+    }
+
     /// The file: readable JSON whose last entry is the checksum of all before it.
     pub(super) fn encode(&self) -> Result<Vec<u8>, String> {
         let mut text = serde_json::to_string_pretty(self).map_err(|error| error.to_string())?;

@@ -25,6 +25,7 @@ mod read;
 mod restore;
 mod state;
 mod store;
+mod verify;
 mod write;
 
 pub use background::BackgroundSaver;
