@@ -41,6 +41,9 @@ pub struct LlamaConfig {
     pub head_dim: Option<usize>,
 }
 
+/// Largest width of a layer, with which products of sizes can still be counted.
+const MAX_WIDTH: usize = 1 << 24;
+
 /// `config.json` as it is written, with the defaults of the format.
 #[derive(Deserialize)]
 struct ConfigJson {
@@ -132,6 +135,19 @@ impl LlamaConfig {
                 return Err(ConfigError::Zero { field });
             }
         }
+        for (field, size, limit) in [
+            ("hidden_size", hidden, MAX_WIDTH),
+            ("intermediate_size", self.intermediate_size, MAX_WIDTH),
+            ("num_hidden_layers", self.num_hidden_layers, 1 << 16),
+            ("num_attention_heads", heads, MAX_WIDTH),
+            ("vocab_size", self.vocab_size, 1 << 28),
+            ("max_position_embeddings", self.max_position_embeddings, u32::MAX as usize),
+            ("head_dim", self.head_dim.unwrap_or(1), MAX_WIDTH / heads.min(MAX_WIDTH)),
+        ] {
+            if size > limit {
+                return Err(ConfigError::TooLarge { field, size, limit });
+            }
+        }
         if self.head_dim.is_none() && !hidden.is_multiple_of(heads) {
             return Err(ConfigError::HiddenNotDivisible { hidden, heads });
         }
@@ -158,7 +174,9 @@ impl LlamaConfig {
 /// silence.
 #[derive(Deserialize)]
 struct Unsupported {
+    model_type: Option<String>,
     hidden_act: Option<String>,
+    partial_rotary_factor: Option<f64>,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
@@ -177,7 +195,10 @@ impl Unsupported {
     fn check(self) -> Result<(), ConfigError> {
         let rope = |kind: Option<RopeKind>| kind.and_then(|kind| kind.rope_type);
         let bias = |set: bool| set.then(|| "true".to_owned());
+        let partial = self.partial_rotary_factor.filter(|&factor| factor != 1.0);
         for (field, value, supported) in [
+            ("model_type", self.model_type, "llama"),
+            ("partial_rotary_factor", partial.map(|factor| factor.to_string()), "1"),
             ("hidden_act", self.hidden_act, "silu"),
             ("attention_bias", bias(self.attention_bias), "false"),
             ("mlp_bias", bias(self.mlp_bias), "false"),
@@ -211,6 +232,16 @@ pub enum ConfigError {
     Zero {
         /// Which size.
         field: &'static str,
+    },
+    /// A size beyond that of any model, which could not be counted with.
+    #[error("{field} is {size}: it must be at most {limit}")]
+    TooLarge {
+        /// Which size.
+        field: &'static str,
+        /// Its value.
+        size: usize,
+        /// The largest one.
+        limit: usize,
     },
     /// The heads do not fill the hidden size.
     #[error(

@@ -2,7 +2,11 @@
 
 use fsdp::files::{FileError, TensorFileError};
 
-use crate::{config::ConfigError, data::DataError, trainer::TrainError, trainer::plot::PlotError};
+use crate::config::ConfigError;
+use crate::data::DataError;
+use crate::pretrained::PretrainedError;
+use crate::tokenizer::TokenizerError;
+use crate::trainer::{TrainError, plot::PlotError};
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -22,6 +26,12 @@ pub enum Error {
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),
+    /// A pretrained model.
+    #[error(transparent)]
+    Pretrained(#[from] PretrainedError),
+    /// A tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
     /// A chart.
     #[error(transparent)]
     Plot(#[from] PlotError),

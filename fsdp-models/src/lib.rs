@@ -6,8 +6,11 @@ pub mod error;
 pub mod layers;
 pub mod llama;
 pub mod ops;
+pub mod pretrained;
+pub mod tokenizer;
 pub mod trainer;
 
 pub use config::LlamaConfig;
 pub use error::{Error, Result};
 pub use llama::Llama;
+pub use tokenizer::Tokenizer;

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use half::bf16;
+use half::{bf16, f16};
 use safetensors::{
     Dtype,
     tensor::{Metadata, TensorInfo},
@@ -25,13 +25,26 @@ pub enum StoredDtype {
     F32,
     /// bfloat16, rounded to nearest even.
     BF16,
+    /// IEEE binary16, rounded to nearest even.
+    F16,
+}
+
+impl From<crate::spec::Dtype> for StoredDtype {
+    fn from(dtype: crate::spec::Dtype) -> Self {
+        match dtype {
+            crate::spec::Dtype::F32 => StoredDtype::F32,
+            crate::spec::Dtype::BF16 => StoredDtype::BF16,
+            crate::spec::Dtype::F16 => StoredDtype::F16,
+        }
+    }
 }
 
 impl StoredDtype {
-    fn size(self) -> usize {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
         match self {
             StoredDtype::F32 => 4,
-            StoredDtype::BF16 => 2,
+            StoredDtype::BF16 | StoredDtype::F16 => 2,
         }
     }
 
@@ -39,6 +52,7 @@ impl StoredDtype {
         match self {
             StoredDtype::F32 => Dtype::F32,
             StoredDtype::BF16 => Dtype::BF16,
+            StoredDtype::F16 => Dtype::F16,
         }
     }
 }
@@ -49,7 +63,6 @@ impl StoredDtype {
 #[derive(Debug)]
 pub struct TensorFileWriter {
     file: AtomicFile,
-    dtype: StoredDtype,
     tensors: BTreeMap<String, Slot>,
     /// Bytes on their way to the file.
     encoded: Vec<u8>,
@@ -57,13 +70,14 @@ pub struct TensorFileWriter {
 
 #[derive(Debug)]
 struct Slot {
+    dtype: StoredDtype,
     offset: u64,
     elements: usize,
     written: usize,
 }
 
 impl TensorFileWriter {
-    /// Opens the file and writes the header for tensors in the order given.
+    /// Opens the file and writes the header for tensors of one dtype, in the order given.
     ///
     /// # Errors
     /// The place is not writable, or a name comes twice.
@@ -72,11 +86,22 @@ impl TensorFileWriter {
         tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>,
         dtype: StoredDtype,
     ) -> Result<Self, TensorFileError> {
+        Self::create_mixed(path, tensors.into_iter().map(|(name, shape)| (name, shape, dtype)))
+    }
+
+    /// The same for tensors each of a dtype of its own.
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub fn create_mixed<'a>(
+        path: &Path,
+        tensors: impl IntoIterator<Item = (&'a str, &'a [usize], StoredDtype)>,
+    ) -> Result<Self, TensorFileError> {
         let mut file = AtomicFile::create(path)?;
         let mut infos = Vec::new();
         let mut slots = BTreeMap::new();
         let mut end = 0;
-        for (name, shape) in tensors {
+        for (name, shape, dtype) in tensors {
             let elements: usize = shape.iter().product();
             let start = end;
             end += elements * dtype.size();
@@ -84,7 +109,8 @@ impl TensorFileWriter {
                 name.to_owned(),
                 TensorInfo { dtype: dtype.name(), shape: shape.to_vec(), data_offsets: (start, end) },
             ));
-            if slots.insert(name.to_owned(), Slot { offset: start as u64, elements, written: 0 }).is_some() {
+            let slot = Slot { dtype, offset: start as u64, elements, written: 0 };
+            if slots.insert(name.to_owned(), slot).is_some() {
                 return Err(TensorFileError::Duplicate { path: path.to_path_buf(), name: name.to_owned() });
             }
         }
@@ -93,7 +119,7 @@ impl TensorFileWriter {
         file.write_all(&header).map_err(FileError::on("write", path))?;
         let data_start = header.len() as u64;
         slots.values_mut().for_each(|slot| slot.offset += data_start);
-        Ok(Self { file, dtype, tensors: slots, encoded: Vec::new() })
+        Ok(Self { file, tensors: slots, encoded: Vec::new() })
     }
 
     /// Writes elements `start..start + values.len()` of a flattened tensor. Each element is to be written
@@ -118,14 +144,18 @@ impl TensorFileWriter {
         }
         slot.written += values.len();
         let path = path.to_path_buf();
-        let position = slot.offset + (start * self.dtype.size()) as u64;
+        let dtype = slot.dtype;
+        let position = slot.offset + (start * dtype.size()) as u64;
         self.file.seek(SeekFrom::Start(position)).map_err(FileError::on("write", &path))?;
         for chunk in values.chunks(CHUNK) {
             self.encoded.clear();
-            match self.dtype {
+            match dtype {
                 StoredDtype::F32 => self.encoded.extend(chunk.iter().flat_map(|v| v.to_le_bytes())),
                 StoredDtype::BF16 => {
                     self.encoded.extend(chunk.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()));
+                }
+                StoredDtype::F16 => {
+                    self.encoded.extend(chunk.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()));
                 }
             }
             self.file.write_all(&self.encoded).map_err(FileError::on("write", &path))?;
@@ -138,13 +168,22 @@ impl TensorFileWriter {
     /// # Errors
     /// A tensor is not completely written, or writing to the disk failed; no file appears then.
     pub fn finish(self) -> Result<(), TensorFileError> {
+        self.check_complete()?;
+        Ok(self.file.commit()?)
+    }
+
+    /// Whether all of it is written.
+    ///
+    /// # Errors
+    /// [`TensorFileError::Incomplete`] with the first tensor that is not.
+    pub fn check_complete(&self) -> Result<(), TensorFileError> {
         for (name, &Slot { elements, written, .. }) in &self.tensors {
             if written != elements {
                 let (path, name) = (self.file.target().to_path_buf(), name.clone());
                 return Err(TensorFileError::Incomplete { path, name, written, elements });
             }
         }
-        Ok(self.file.commit()?)
+        Ok(())
     }
 }
 
