@@ -55,6 +55,11 @@ impl Weights {
         }
     }
 
+    /// Whether [`Weights::open`] would find something at `path`: it is a file, or a directory that has weights.
+    pub(crate) fn are_at(path: &Path) -> bool {
+        path.is_file() || [SINGLE, INDEX].iter().any(|name| path.join(name).exists())
+    }
+
     /// The file, or the index of the files.
     pub fn path(&self) -> &Path {
         match self {
@@ -81,6 +86,15 @@ impl Weights {
             Weights::Single(file) => file.shape(name),
             Weights::Sharded(files) => files.file_of(name)?.shape(name),
             Weights::Gguf(file) => file.shape(name),
+        }
+    }
+
+    /// Element type of a tensor, as the file has it: `BF16`, `Q8_0`.
+    pub fn dtype(&self, name: &str) -> Option<String> {
+        match self {
+            Weights::Single(file) => Some(file.info(name)?.dtype.to_string()),
+            Weights::Sharded(files) => Some(files.file_of(name)?.info(name)?.dtype.to_string()),
+            Weights::Gguf(file) => file.dtype(name).map(|dtype| format!("{dtype:?}")),
         }
     }
 

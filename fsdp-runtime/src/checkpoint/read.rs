@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredPart, StoredTensor};
+use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredPart, StoredTensor};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -87,15 +87,23 @@ impl Checkpoint {
         })
     }
 
+    /// The tensors of a section.
+    ///
+    /// # Errors
+    /// If there is no such section.
+    pub fn section(&self, section: &str) -> Result<&Section, CheckpointError> {
+        self.index.tensors.get(section).ok_or_else(|| {
+            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
+            self.absent(format!("section `{section}`"), sections)
+        })
+    }
+
     /// A tensor.
     ///
     /// # Errors
     /// If there is no such section or tensor.
     pub fn tensor(&self, section: &str, name: &str) -> Result<&StoredTensor, CheckpointError> {
-        let tensors = self.index.tensors.get(section).ok_or_else(|| {
-            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
-            self.absent(format!("section `{section}`"), sections)
-        })?;
+        let tensors = self.section(section)?;
         tensors
             .get(name)
             .ok_or_else(|| self.absent(format!("tensor `{section}:{name}`"), vec!["other tensors there"]))
@@ -119,8 +127,7 @@ impl Checkpoint {
         out: &mut [f32],
     ) -> Result<(), CheckpointError> {
         let tensor = self.tensor(section, name)?;
-        if !matches!(tensor.dtype, StoredDtype::F32 | StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::F64)
-        {
+        if !tensor.dtype.is_float() {
             let message = format!("tensor `{section}:{name}` is {}, expected floats", tensor.dtype);
             return Err(CheckpointError::Usage(message));
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::agree::Group;
-use super::contents::{MODEL, OPTIMIZER, stored};
+use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
 use super::index::{INDEX_FILE, Section, StoredDtype, StoredTensor};
 use super::read::Checkpoint;
@@ -183,7 +183,7 @@ impl<'a> Restore<'a> {
     fn model_tensors(&self) -> Vec<Expected> {
         let params = self.engine.layout.params.iter().enumerate();
         let weights = params.flat_map(|(param, spec)| {
-            let dtype = stored(self.engine.saved_dtype(param));
+            let dtype = StoredDtype::from(self.engine.saved_dtype(param));
             spec.tensors().into_iter().map(move |tensor| Expected {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,
