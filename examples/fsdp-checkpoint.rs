@@ -160,7 +160,7 @@ fn verify(Verify { paths, all }: &Verify) -> Result<Status> {
                 checkpoints = entries.into_iter().map(|entry| entry.path).collect();
             }
             for unfinished in store.unfinished()? {
-                print(&format!("{}: not finished, and no checkpoint\n", unfinished.display()))?;
+                print(&format!("{}: not complete, and no checkpoint\n", unfinished.display()))?;
             }
         }
         for checkpoint in checkpoints {
@@ -213,7 +213,7 @@ fn export_weights(options: &Export) -> Result<Status> {
     let mut text = format!("{}: {tensors} tensors, {bytes}\n", dir.display());
     if exported.from_model > 0 {
         let count = quantity::count(exported.from_model as u64);
-        writeln!(text, "{count} of them are those of `{MODEL}`: `{section}` has none of them")?;
+        writeln!(text, "{count} of them from section `{MODEL}`, as `{section}` has none of their names")?;
     }
     print(&text)?;
     Ok(Status::Good)

@@ -42,6 +42,11 @@ pub(super) fn printable(text: &str) -> String {
     text.chars().map(escape).collect()
 }
 
+/// `1 rank`, `2 ranks`.
+pub(super) fn ranks_text(ranks: usize) -> String {
+    format!("{ranks} rank{}", if ranks == 1 { "" } else { "s" })
+}
+
 /// `[2, 3]`.
 pub(super) fn dims(shape: &[usize]) -> String {
     format!("{shape:?}")

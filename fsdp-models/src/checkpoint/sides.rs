@@ -8,7 +8,9 @@ use std::path::Path;
 use fsdp::checkpoint::{Checkpoint, INDEX_FILE, StoredDtype};
 
 use super::elements::Elements;
+use super::facts::ranks_text;
 use super::find;
+use crate::Error;
 use crate::pretrained::Weights;
 use crate::trainer::quantity;
 
@@ -28,7 +30,7 @@ impl fmt::Display for Side {
         match self {
             Side::Checkpoint(checkpoint) => {
                 let (step, ranks) = (checkpoint.step(), checkpoint.index().written_by.ranks);
-                write!(f, "{path}, step {}, written by {ranks} ranks", quantity::count(step))
+                write!(f, "{path}, step {}, written by {}", quantity::count(step), ranks_text(ranks))
             }
             Side::Weights(_) => write!(f, "{path}, pretrained weights"),
         }
@@ -87,7 +89,9 @@ impl Side {
             Side::Weights(weights) => {
                 let described = weights.found().into_iter().map(|found| {
                     let dtype = weights.dtype(found.name).unwrap_or_default();
-                    let (shape, readable) = (found.shape.to_vec(), found.unreadable.is_none());
+                    let file = weights.file_of(found.name);
+                    let readable = file.is_none_or(|file| file.dtype(found.name).is_some());
+                    let shape = found.shape.to_vec();
                     (found.name.to_owned(), Described { dtype, shape, readable })
                 });
                 described.collect()
@@ -95,7 +99,7 @@ impl Side {
         }
     }
 
-    /// Reads elements of a tensor; those of pretrained weights as f32.
+    /// Reads elements of a tensor; those of GGUF files as f32.
     pub(super) fn read(&self, section: &str, name: &str, range: Range<usize>) -> crate::Result<Elements> {
         match self {
             Side::Checkpoint(checkpoint) => {
@@ -103,6 +107,11 @@ impl Side {
                 Ok(Elements { dtype, bytes: checkpoint.read_bytes(section, name, range)? })
             }
             Side::Weights(weights) => {
+                let file = weights.file_of(name);
+                if let Some((file, dtype)) = file.and_then(|file| Some((file, file.dtype(name)?))) {
+                    let bytes = file.read_range_bytes(name, range.start, range.len()).map_err(Error::from)?;
+                    return Ok(Elements { dtype, bytes });
+                }
                 let mut values = vec![0f32; range.len()];
                 weights.read_range_f32(name, range.start, &mut values)?;
                 let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();

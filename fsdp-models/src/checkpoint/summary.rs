@@ -5,7 +5,7 @@ use std::fmt;
 use fsdp::checkpoint::{Checkpoint, CheckpointError, Checkpoints, Index, MODEL, Section, StoredTensor};
 use serde_json::{Map, Value, json};
 
-use super::facts::{dims, flatten, printable, shown};
+use super::facts::{dims, flatten, printable, ranks_text, shown};
 use crate::trainer::quantity;
 use crate::trainer::table::{Align, Table};
 
@@ -55,7 +55,7 @@ impl fmt::Display for Listing {
         self.unfinished.iter().try_for_each(|name| {
             writeln!(
                 f,
-                "{}: a save that is under way or was killed; the next save removes it",
+                "{}: not complete: being saved or removed, or left by a program that was killed",
                 printable(name)
             )
         })
@@ -99,51 +99,56 @@ fn totals(section: &Section) -> (u64, u64) {
 /// If it has no such section.
 pub fn summary(checkpoint: &Checkpoint, sections: &[String]) -> crate::Result<String> {
     let index = checkpoint.index();
-    let mut text = format!("{}\n", checkpoint.path().display());
-    let writer = &index.written_by;
-    let mut facts = vec![
-        ("step".to_owned(), quantity::count(index.step)),
-        ("seed".to_owned(), index.seed.to_string()),
-        (
-            "written by".to_owned(),
-            format!("{} ranks, {}, strategy {}", writer.ranks, writer.mesh, writer.strategy),
-        ),
-        ("precision".to_owned(), writer.precision.clone()),
-        ("alignment".to_owned(), writer.alignment.to_lowercase()),
-        ("library".to_owned(), format!("fsdp {}, format {}", writer.library, index.version())),
-        ("files".to_owned(), files(index)),
-    ];
-    facts.extend(flatten(&index.values).into_iter().map(|(name, value)| (name, shown(&value))));
-    let facts: Vec<_> = facts.iter().map(|(name, value)| (printable(name), printable(value))).collect();
-    let width = facts.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    facts.iter().for_each(|(name, value)| text.push_str(&format!("{name:width$}  {value}\n")));
-
-    let mut table =
-        Table::new([("section", Left), ("tensors", Right), ("elements", Right), ("bytes", Right)]);
-    let row = |name: &str, tensors: usize, (elements, bytes)| {
-        [printable(name), quantity::count(tensors as u64), quantity::count(elements), quantity::bytes(bytes)]
-    };
-    let mut total = (0, (0u64, 0u64));
-    for (name, section) in &index.tensors {
-        let (elements, bytes) = totals(section);
-        table.row(row(name, section.len(), (elements, bytes)));
-        let (tensors, (all_elements, all_bytes)) = total;
-        total = (
-            tensors + section.len(),
-            (all_elements.saturating_add(elements), all_bytes.saturating_add(bytes)),
-        );
-    }
-    table.rule().row(row("total", total.0, total.1));
-    text.push_str(&format!("\n{table}"));
-
     let chosen: Vec<&str> = match sections {
         [] if index.tensors.contains_key(MODEL) => vec![MODEL],
         sections => sections.iter().map(String::as_str).collect(),
     };
+    let mut text = format!("{}\n{}\n", checkpoint.path().display(), facts(index));
+    if !index.values.is_empty() {
+        let mut table = Table::new([("value", Left), ("", Left)]);
+        for (name, value) in flatten(&index.values) {
+            table.row([printable(&name), shown(&value)]);
+        }
+        text.push_str(&format!("{table}\n"));
+    }
+    text.push_str(&sections_table(index).to_string());
     for section in chosen {
-        text.push_str(&format!("\n{}", tensors(index, section, checkpoint.section(section)?)));
+        text.push_str(&format!("\n{}", tensors_table(index, section, checkpoint.section(section)?)));
     }
     Ok(text)
+}
+
+/// Who wrote it, when and how, in lines.
+fn facts(index: &Index) -> String {
+    let writer = &index.written_by;
+    let ranks = ranks_text(writer.ranks);
+    let facts = [
+        ("step", quantity::count(index.step)),
+        ("seed", index.seed.to_string()),
+        ("written by", format!("{ranks}, {}, strategy {}", writer.mesh, writer.strategy)),
+        ("precision", writer.precision.clone()),
+        ("alignment", writer.alignment.to_lowercase()),
+        ("library", format!("fsdp {}, format {}", writer.library, index.version())),
+        ("files", files(index)),
+    ];
+    facts.iter().map(|(name, fact)| format!("{name:10}  {}\n", printable(fact))).collect()
+}
+
+fn sections_table(index: &Index) -> Table<4> {
+    let mut table =
+        Table::new([("section", Left), ("tensors", Right), ("elements", Right), ("bytes", Right)]);
+    let row = |name: &str, [tensors, elements, bytes]: [u64; 3]| {
+        [printable(name), quantity::count(tensors), quantity::count(elements), quantity::bytes(bytes)]
+    };
+    let mut all = [0u64; 3];
+    for (name, section) in &index.tensors {
+        let (elements, bytes) = totals(section);
+        let counts = [section.len() as u64, elements, bytes];
+        table.row(row(name, counts));
+        all.iter_mut().zip(counts).for_each(|(all, count)| *all = all.saturating_add(count));
+    }
+    table.rule().row(row("total", all));
+    table
 }
 
 fn files(index: &Index) -> String {
@@ -157,7 +162,7 @@ fn files(index: &Index) -> String {
     }
 }
 
-fn tensors(index: &Index, name: &str, section: &Section) -> Table<7> {
+fn tensors_table(index: &Index, name: &str, section: &Section) -> Table<7> {
     let title = format!("tensor of {}", printable(name));
     let mut table = Table::new([
         (title.as_str(), Left),

@@ -92,9 +92,17 @@ impl Weights {
     /// Element type of a tensor, as the file has it: `BF16`, `Q8_0`.
     pub fn dtype(&self, name: &str) -> Option<String> {
         match self {
-            Weights::Single(file) => Some(file.info(name)?.dtype.to_string()),
-            Weights::Sharded(files) => Some(files.file_of(name)?.info(name)?.dtype.to_string()),
             Weights::Gguf(file) => file.dtype(name).map(|dtype| format!("{dtype:?}")),
+            _ => Some(self.file_of(name)?.info(name)?.dtype.to_string()),
+        }
+    }
+
+    /// The safetensors file that holds a tensor.
+    pub(crate) fn file_of(&self, name: &str) -> Option<&TensorFile> {
+        match self {
+            Weights::Single(file) => file.info(name).map(|_| file),
+            Weights::Sharded(files) => files.file_of(name),
+            Weights::Gguf(_) => None,
         }
     }
 

@@ -51,6 +51,22 @@ impl StoredDtype {
         matches!(self, StoredDtype::F32 | StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::F64)
     }
 
+    /// That of a tensor in a safetensors file; `None` if it is one that is not read here.
+    pub(crate) const fn of(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::F32 => Some(StoredDtype::F32),
+            Dtype::BF16 => Some(StoredDtype::BF16),
+            Dtype::F16 => Some(StoredDtype::F16),
+            Dtype::F64 => Some(StoredDtype::F64),
+            Dtype::U8 => Some(StoredDtype::U8),
+            Dtype::U32 => Some(StoredDtype::U32),
+            Dtype::I16 => Some(StoredDtype::I16),
+            Dtype::I32 => Some(StoredDtype::I32),
+            Dtype::I64 => Some(StoredDtype::I64),
+            _ => None,
+        }
+    }
+
     pub(crate) const fn safetensors(self) -> Dtype {
         match self {
             StoredDtype::F32 => Dtype::F32,
