@@ -20,6 +20,8 @@ mod background;
 mod contents;
 mod disk;
 mod error;
+mod expected;
+mod full_state;
 mod index;
 mod read;
 mod restore;

@@ -1,6 +1,5 @@
 //! A checkpoint back into a model, at any number of ranks.
 
-use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,13 +9,14 @@ use candle_core::Tensor;
 use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
-use super::index::{INDEX_FILE, Section, StoredDtype, StoredTensor};
+use super::expected::{Expected, left_out, mismatch, model_tensors};
+use super::index::{INDEX_FILE, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
-use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_dtype, buffer_list, overwrite_buffer};
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
 use crate::error::{Error, Result};
-use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
+use crate::files::Mismatch;
 use crate::spec::{LogicalTensor, TensorPiece};
 
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
@@ -142,7 +142,8 @@ impl<'a> Restore<'a> {
     /// What is wrong with each section that is to be restored, and which sections are not.
     fn compare(&self, checkpoint: &Checkpoint) -> Result<(Mismatches, Vec<String>)> {
         let engine = &*self.engine;
-        let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), self.model_tensors())];
+        let mut expected: Vec<(String, Vec<Expected>)> =
+            vec![(MODEL.into(), model_tensors(engine, &self.buffers))];
         let mut add = |section: String, params: &[usize]| -> Result<()> {
             if expected.iter().any(|(known, _)| *known == section) {
                 return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
@@ -180,27 +181,6 @@ impl<'a> Restore<'a> {
         Ok((wrong, unused.cloned().collect()))
     }
 
-    fn model_tensors(&self) -> Vec<Expected> {
-        let params = self.engine.layout.params.iter().enumerate();
-        let weights = params.flat_map(|(param, spec)| {
-            let dtype = StoredDtype::from(self.engine.saved_dtype(param));
-            spec.tensors().into_iter().map(move |tensor| Expected {
-                name: tensor.name.to_owned(),
-                shape: tensor.shape,
-                dtype,
-                exact: false,
-            })
-        });
-        let buffers = self.buffers.iter().map(|(name, tensor)| Expected {
-            name: name.clone(),
-            shape: tensor.dims().to_vec(),
-            // One of another dtype cannot be in a checkpoint.
-            dtype: buffer_dtype(tensor).unwrap_or(StoredDtype::U8),
-            exact: true,
-        });
-        weights.chain(buffers).collect()
-    }
-
     /// The values that go with what is to be restored.
     fn check_values(&self, checkpoint: &Checkpoint) -> Result<Values> {
         let malformed =
@@ -220,27 +200,20 @@ impl<'a> Restore<'a> {
     /// Fills what this rank holds.
     fn read(&mut self, checkpoint: &Checkpoint, skipped: &[(String, Mismatch)]) -> Result<()> {
         let engine = &*self.engine;
-        let left_out = |section: &str| -> HashSet<&str> {
-            let mismatch = skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch);
-            let names = mismatch.into_iter().flat_map(|mismatch| {
-                let shapes = mismatch.shapes.iter().map(|wrong| wrong.name.as_str());
-                let dtypes = mismatch.dtypes.iter().filter(|wrong| !is_float(&wrong.found));
-                let missing = mismatch.missing.iter().map(String::as_str);
-                missing.chain(shapes).chain(dtypes.map(|wrong| wrong.name.as_str()))
-            });
-            names.collect()
+        let left_out = |section: &str| {
+            left_out(skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch))
         };
         let out = left_out(MODEL);
         engine.fill_weights(|_, spec, elements, values| {
             for TensorPiece { tensor, elements, at } in spec.pieces(elements) {
-                if !out.contains(tensor.name) {
+                if !out.weight(tensor.name) {
                     checkpoint.read_f32(MODEL, tensor.name, elements.start, &mut values[at])?;
                 }
             }
             Ok(())
         })?;
         for (name, tensor) in &self.buffers {
-            if !out.contains(name.as_str()) && tensor.elem_count() > 0 {
+            if !out.buffer(name) && tensor.elem_count() > 0 {
                 let bytes = checkpoint.read_bytes(MODEL, name, 0..tensor.elem_count())?;
                 let written = overwrite_buffer(tensor, bytes);
                 written.map_err(|error| Error::Usage(format!("buffer `{name}`: {error}")))?;
@@ -253,7 +226,7 @@ impl<'a> Restore<'a> {
                 // thread is its only user.
                 let values = unsafe { memory.as_mut_slice::<f32>() };
                 for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
-                    if !out.contains(tensor.name) {
+                    if !out.weight(tensor.name) {
                         checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
                     }
                 }
@@ -278,43 +251,6 @@ type Mismatches = Vec<(String, Mismatch)>;
 struct Values {
     optimizer: Option<serde_json::Value>,
     updates: Vec<u64>,
-}
-
-struct Expected {
-    name: String,
-    shape: Vec<usize>,
-    dtype: StoredDtype,
-    /// No other dtype will do, however wide.
-    exact: bool,
-}
-
-fn is_float(dtype: &str) -> bool {
-    matches!(dtype, "F32" | "BF16" | "F16" | "F64")
-}
-
-fn mismatch(expected: &[Expected], stored: &Section) -> Mismatch {
-    let mut mismatch = Mismatch::default();
-    for Expected { name, shape, dtype, exact } in expected {
-        let Some(StoredTensor { shape: found, dtype: found_dtype, .. }) = stored.get(name) else {
-            mismatch.missing.push(name.clone());
-            continue;
-        };
-        if found != shape {
-            let (expected, found) = (shape.clone(), found.clone());
-            mismatch.shapes.push(ShapeMismatch { name: name.clone(), expected, found });
-            continue;
-        }
-        let widens = !exact
-            && *dtype == StoredDtype::F32
-            && matches!(found_dtype, StoredDtype::BF16 | StoredDtype::F16);
-        if found_dtype != dtype && !widens {
-            let (expected, found) = (dtype.to_string(), found_dtype.to_string());
-            mismatch.dtypes.push(DtypeMismatch { name: name.clone(), expected, found });
-        }
-    }
-    let known: HashSet<&str> = expected.iter().map(|expected| expected.name.as_str()).collect();
-    mismatch.unexpected = stored.keys().filter(|name| !known.contains(name.as_str())).cloned().collect();
-    mismatch
 }
 
 fn hex(bytes: &[u8]) -> String {
