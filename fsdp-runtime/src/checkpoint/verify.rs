@@ -30,7 +30,9 @@ impl Index {
             for (name, tensor) in tensors {
                 let size = tensor.dtype.size();
                 for part in &tensor.parts {
-                    places[part.file].push(Place { section, name, size, part });
+                    if let Some(places) = places.get_mut(part.file) {
+                        places.push(Place { section, name, size, part });
+                    }
                 }
             }
         }
@@ -95,13 +97,13 @@ impl<'a> Verified<'a> {
             let bytes = (part.len * size) as u64;
             part.crc32.iter().enumerate().map(move |(index, &expected)| {
                 let start = (index * BLOCK) as u64;
-                let len = (bytes - start).min(BLOCK as u64);
+                let len = bytes.saturating_sub(start).min(BLOCK as u64);
                 (part.offset + start, len, expected, format!("{section}:{name}"))
             })
         });
         for (offset, len, expected, tensor) in std::iter::once(header).chain(blocks) {
             // What was cut off cannot be checked, and has been told.
-            if offset + len > length {
+            if offset.saturating_add(len) > length {
                 continue;
             }
             let path = self.path.to_path_buf();
