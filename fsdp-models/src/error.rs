@@ -1,5 +1,6 @@
 //! The crate's error: one variant an area, each area with an enum of its own.
 
+use fsdp::checkpoint::CheckpointError;
 use fsdp::files::{FileError, TensorFileError};
 
 use crate::config::ConfigError;
@@ -34,6 +35,9 @@ pub enum Error {
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// A pretrained model.
     #[error(transparent)]
     Pretrained(#[from] PretrainedError),

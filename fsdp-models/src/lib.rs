@@ -1,5 +1,6 @@
 //! Fused ops, layers, Llama, data and a trainer on top of the fsdp crate.
 
+pub mod checkpoint;
 pub mod config;
 pub mod data;
 pub mod error;

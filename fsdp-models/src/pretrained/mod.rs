@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use fsdp::comm::DeviceMesh;
 use fsdp::files::{FileError, Mismatch, TensorFileError};
 use fsdp::mesh::Topology;
+use fsdp::spec::ParamSpec;
 use fsdp::{Fsdp, FsdpConfig, FullyShard};
 use serde_json::{Map, Value};
 
@@ -25,6 +26,7 @@ pub use gguf::GgufFile;
 pub use index::ShardedTensorFiles;
 pub use load::{LoadReport, Strictness};
 pub(crate) use save::save_shown;
+pub(crate) use save::set_dtype;
 pub use save::{SaveOptions, check_save_place, save_pretrained};
 pub use weights::Weights;
 pub(crate) use weights::is_gguf;
@@ -132,11 +134,7 @@ impl Pretrained {
     /// # Errors
     /// If there is no model of this configuration.
     pub fn check(&self) -> crate::Result<Mismatch> {
-        let one = Topology::new(&[("dp_shard", 1)], 1).map_err(fsdp::Error::from)?;
-        // No weight has the rotary tables' size.
-        let config = LlamaConfig { max_position_embeddings: 1, ..self.config.clone() };
-        let layout = Llama::new(&config)?.layout(&one, &FsdpConfig::default())?;
-        Ok(self.weights.compare(&layout.params, self.ties()))
+        Ok(self.weights.compare(&params_of(&self.config)?, self.ties()))
     }
 
     /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file is
@@ -151,6 +149,14 @@ impl Pretrained {
     fn ties(&self) -> &'static [(&'static str, &'static str)] {
         if self.config.tie_word_embeddings { &TIED } else { &[] }
     }
+}
+
+/// The parameters of a model, without taking memory for them.
+pub(crate) fn params_of(config: &LlamaConfig) -> crate::Result<Vec<ParamSpec>> {
+    let one = Topology::new(&[("dp_shard", 1)], 1).map_err(fsdp::Error::from)?;
+    // No weight has the rotary tables' size.
+    let config = LlamaConfig { max_position_embeddings: 1, ..config.clone() };
+    Ok(Llama::new(&config)?.layout(&one, &FsdpConfig::default())?.params)
 }
 
 /// The embedding, and the head that may be tied to it.

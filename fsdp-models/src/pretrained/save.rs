@@ -103,9 +103,8 @@ pub(crate) fn save_shown<M>(
         }
         let dtype = options.dtype.unwrap_or_else(|| params.first().map_or(Dtype::F32, |spec| spec.key.dtype));
         let mut config = config.clone();
-        config.remove("dtype");
-        config.insert("torch_dtype".into(), json!(torch_name(dtype)));
-        writer.finish(&config)
+        set_dtype(&mut config, dtype.into());
+        writer.finish(Some(&config))
     };
     let outcome = match failed {
         Some(error) => Err(error),
@@ -147,12 +146,16 @@ fn write(writer: &mut PretrainedWriter, spec: &ParamSpec, values: &[f32]) -> cra
     tensors.try_for_each(|tensor| writer.write_range_f32(tensor.name, 0, &values[tensor.elements]))
 }
 
-fn torch_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F32 => "float32",
-        Dtype::BF16 => "bfloat16",
-        Dtype::F16 => "float16",
-    }
+/// Says in a `config.json` what most weights are stored in.
+pub(crate) fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
+    let name = match dtype {
+        StoredDtype::BF16 => "bfloat16",
+        StoredDtype::F16 => "float16",
+        StoredDtype::F64 => "float64",
+        _ => "float32",
+    };
+    config.remove("dtype");
+    config.insert("torch_dtype".into(), json!(name));
 }
 
 impl LlamaConfig {

@@ -55,6 +55,11 @@ impl Weights {
         }
     }
 
+    /// Whether [`Weights::open`] would find something at `path`: it is a file, or a directory that has weights.
+    pub(crate) fn are_at(path: &Path) -> bool {
+        path.is_file() || [SINGLE, INDEX].iter().any(|name| path.join(name).exists())
+    }
+
     /// The file, or the index of the files.
     pub fn path(&self) -> &Path {
         match self {
@@ -81,6 +86,23 @@ impl Weights {
             Weights::Single(file) => file.shape(name),
             Weights::Sharded(files) => files.file_of(name)?.shape(name),
             Weights::Gguf(file) => file.shape(name),
+        }
+    }
+
+    /// Element type of a tensor, as the file has it: `BF16`, `Q8_0`.
+    pub fn dtype(&self, name: &str) -> Option<String> {
+        match self {
+            Weights::Gguf(file) => file.dtype(name).map(|dtype| format!("{dtype:?}")),
+            _ => Some(self.file_of(name)?.info(name)?.dtype.to_string()),
+        }
+    }
+
+    /// The safetensors file that holds a tensor.
+    pub(crate) fn file_of(&self, name: &str) -> Option<&TensorFile> {
+        match self {
+            Weights::Single(file) => file.info(name).map(|_| file),
+            Weights::Sharded(files) => files.file_of(name),
+            Weights::Gguf(_) => None,
         }
     }
 

@@ -27,7 +27,7 @@ pub struct StoredTensor {
 }
 
 impl StoredTensor {
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.shape.iter().product::<usize>() as u64 * self.dtype.size() as u64
     }
 }
@@ -95,13 +95,11 @@ impl PretrainedWriter {
     /// # Errors
     /// No such tensor, a range past its end, a finite value that would become infinite, or a failed write.
     pub fn write_range_f32(&mut self, name: &str, start: usize, values: &[f32]) -> crate::Result<()> {
-        let Some(&(file, dtype)) = self.places.get(name) else {
-            return Err(TensorFileError::NoTensor { path: self.dir.clone(), name: name.to_owned() }.into());
-        };
+        let (file, dtype) = self.place(name)?;
         let overflows = |value: f32| match dtype {
-            StoredDtype::F32 => false,
             StoredDtype::BF16 => bf16::from_f32(value).is_infinite() && value.is_finite(),
             StoredDtype::F16 => f16::from_f32(value).is_infinite() && value.is_finite(),
+            _ => false,
         };
         if let Some(at) = values.iter().position(|&value| overflows(value)) {
             let (name, element, value) = (name.to_owned(), start + at, values[at]);
@@ -110,20 +108,39 @@ impl PretrainedWriter {
         Ok(self.files[file].1.write_range_f32(name, start, values)?)
     }
 
-    /// Puts all files in their places, `config` as `config.json`, and removes weights of an older checkpoint that are no part of
-    /// this one.
+    /// Writes elements of a flattened tensor from `start` on as they are, little-endian and in its dtype. Each element is to
+    /// be written once.
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, or a failed write.
+    pub fn write_range_bytes(&mut self, name: &str, start: usize, bytes: &[u8]) -> crate::Result<()> {
+        let (file, _) = self.place(name)?;
+        Ok(self.files[file].1.write_range_bytes(name, start, bytes)?)
+    }
+
+    fn place(&self, name: &str) -> Result<(usize, StoredDtype), TensorFileError> {
+        let place = self.places.get(name).copied();
+        place.ok_or_else(|| TensorFileError::NoTensor { path: self.dir.clone(), name: name.to_owned() })
+    }
+
+    /// Puts all files in their places, `config` as `config.json` if there is one, and removes weights of an older checkpoint
+    /// that are no part of this one.
     ///
     /// # Errors
     /// A tensor is not completely written: nothing is changed then. Writing to the disk failed.
-    pub fn finish(self, config: &Map<String, Value>) -> crate::Result<()> {
+    pub fn finish(self, config: Option<&Map<String, Value>>) -> crate::Result<()> {
         let PretrainedWriter { dir, files, places, config: mut config_file, index, bytes } = self;
         files.iter().try_for_each(|(_, file)| file.check_complete())?;
-        write_json(&mut config_file, &Value::Object(config.clone()))?;
+        if let Some(config) = config {
+            write_json(&mut config_file, &Value::Object(config.clone()))?;
+        }
         let names: Vec<String> = files.iter().map(|(name, _)| name.clone()).collect();
         let outdated: &[&str] = if index.is_some() { &[INDEX, SINGLE] } else { &[] };
         outdated.iter().try_for_each(|name| remove(&dir.join(name)))?;
         files.into_iter().try_for_each(|(_, file)| file.finish())?;
-        config_file.commit()?;
+        if config.is_some() {
+            config_file.commit()?;
+        }
         match index {
             Some(mut index) => {
                 let map: Map<String, Value> =

@@ -16,7 +16,6 @@ use crate::device::Slice;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
 use crate::error::Result;
 use crate::memory::Category;
-use crate::spec::Dtype;
 
 /// Section of the weights and buffers.
 pub const MODEL: &str = "model";
@@ -71,14 +70,6 @@ pub(super) enum Memory {
     Bytes(Vec<u8>),
 }
 
-pub(super) fn stored(dtype: Dtype) -> StoredDtype {
-    match dtype {
-        Dtype::F32 => StoredDtype::F32,
-        Dtype::BF16 => StoredDtype::BF16,
-        Dtype::F16 => StoredDtype::F16,
-    }
-}
-
 impl<'a> Contents<'a> {
     /// Weights and buffers of a model: the main weights where there are any, else the model weights.
     pub fn of<M: FsdpUnit>(model: &'a Fsdp<M>) -> Contents<'a> {
@@ -106,7 +97,7 @@ impl<'a> Contents<'a> {
         let mut contents = Contents { engine: engine.clone(), prepared, borrowed: PhantomData };
         let mut declared = Vec::new();
         for (param, spec) in engine.layout.params.iter().enumerate() {
-            let dtype = stored(engine.saved_dtype(param));
+            let dtype = StoredDtype::from(engine.saved_dtype(param));
             declared.extend(spec.tensors().into_iter().map(|tensor| Declared {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,

@@ -4,7 +4,6 @@ use std::collections::HashSet;
 
 use candle_core::Tensor;
 
-use super::contents::stored;
 use super::index::{Section, StoredDtype, StoredTensor};
 use crate::engine::{Engine, buffer_dtype};
 use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
@@ -52,7 +51,7 @@ pub(super) fn mismatch(expected: &[Expected], stored: &Section) -> Mismatch {
 pub(super) fn model_tensors(engine: &Engine, buffers: &[(String, &Tensor)]) -> Vec<Expected> {
     let params = engine.layout.params.iter().enumerate();
     let weights = params.flat_map(|(param, spec)| {
-        let dtype = stored(engine.saved_dtype(param));
+        let dtype = StoredDtype::from(engine.saved_dtype(param));
         spec.tensors().into_iter().map(move |tensor| Expected {
             name: tensor.name.to_owned(),
             shape: tensor.shape,

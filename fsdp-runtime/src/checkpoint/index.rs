@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
+pub use crate::files::StoredDtype;
 
 /// Version of the format that this program writes, the latest that it reads.
 pub const FORMAT_VERSION: u64 = 1;
@@ -94,54 +95,6 @@ pub struct StoredPart {
     pub crc32: Vec<u32>,
 }
 
-/// Element type of a stored tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum StoredDtype {
-    F32,
-    BF16,
-    F16,
-    F64,
-    U8,
-    U32,
-    I16,
-    I32,
-    I64,
-}
-
-impl StoredDtype {
-    /// Bytes of an element.
-    pub const fn size(self) -> usize {
-        match self {
-            StoredDtype::U8 => 1,
-            StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::I16 => 2,
-            StoredDtype::F32 | StoredDtype::U32 | StoredDtype::I32 => 4,
-            StoredDtype::F64 | StoredDtype::I64 => 8,
-        }
-    }
-
-    /// As in safetensors files: `F32`, `BF16`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            StoredDtype::F32 => "F32",
-            StoredDtype::BF16 => "BF16",
-            StoredDtype::F16 => "F16",
-            StoredDtype::F64 => "F64",
-            StoredDtype::U8 => "U8",
-            StoredDtype::U32 => "U32",
-            StoredDtype::I16 => "I16",
-            StoredDtype::I32 => "I32",
-            StoredDtype::I64 => "I64",
-        }
-    }
-}
-
-impl std::fmt::Display for StoredDtype {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 impl StoredTensor {
     /// Number of elements.
     pub fn numel(&self) -> usize {
@@ -169,6 +122,16 @@ impl Index {
             values: BTreeMap::new(),
             tensors: BTreeMap::new(),
         }
+    }
+
+    /// Version of the format it was written in.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().fold(0, |bytes, file| bytes.saturating_add(file.bytes))
     }
 
     /// The file: readable JSON whose last entry is the checksum of all before it.

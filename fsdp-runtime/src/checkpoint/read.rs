@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredTensor};
+use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -37,20 +37,7 @@ impl Checkpoint {
     /// If it is not a checkpoint, not complete, of a later format, or the index is damaged.
     pub fn open(directory: impl AsRef<Path>) -> Result<Checkpoint, CheckpointError> {
         let directory = directory.as_ref().to_path_buf();
-        let path = directory.join(INDEX_FILE);
-        let file = match open_regular(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && directory.is_dir() => {
-                return Err(CheckpointError::NotACheckpoint { path: directory });
-            }
-            opened => opened.map_err(FileError::on("open", &path))?,
-        };
-        let mut bytes = Vec::new();
-        file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
-        if bytes.len() as u64 > MAX_INDEX {
-            let reason = format!("it is larger than {MAX_INDEX} bytes");
-            return Err(CheckpointError::Malformed { path, reason });
-        }
-        let index = Index::decode(&path, &bytes)?;
+        let (index, digest) = read_index(&directory)?;
         let mut files = Vec::with_capacity(index.files.len());
         for stored in &index.files {
             let path = directory.join(&stored.name);
@@ -62,7 +49,7 @@ impl Checkpoint {
             }
             files.push(Mutex::new(file));
         }
-        Ok(Checkpoint { directory, index, digest: crc32fast::hash(&bytes), files })
+        Ok(Checkpoint { directory, index, digest, files })
     }
 
     /// The directory it is in.
@@ -100,15 +87,23 @@ impl Checkpoint {
         })
     }
 
+    /// The tensors of a section.
+    ///
+    /// # Errors
+    /// If there is no such section.
+    pub fn section(&self, section: &str) -> Result<&Section, CheckpointError> {
+        self.index.tensors.get(section).ok_or_else(|| {
+            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
+            self.absent(format!("section `{section}`"), sections)
+        })
+    }
+
     /// A tensor.
     ///
     /// # Errors
     /// If there is no such section or tensor.
     pub fn tensor(&self, section: &str, name: &str) -> Result<&StoredTensor, CheckpointError> {
-        let tensors = self.index.tensors.get(section).ok_or_else(|| {
-            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
-            self.absent(format!("section `{section}`"), sections)
-        })?;
+        let tensors = self.section(section)?;
         tensors
             .get(name)
             .ok_or_else(|| self.absent(format!("tensor `{section}:{name}`"), vec!["other tensors there"]))
@@ -132,8 +127,7 @@ impl Checkpoint {
         out: &mut [f32],
     ) -> Result<(), CheckpointError> {
         let tensor = self.tensor(section, name)?;
-        if !matches!(tensor.dtype, StoredDtype::F32 | StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::F64)
-        {
+        if !tensor.dtype.is_float() {
             let message = format!("tensor `{section}:{name}` is {}, expected floats", tensor.dtype);
             return Err(CheckpointError::Usage(message));
         }
@@ -231,43 +225,34 @@ impl Checkpoint {
     fn file_path(&self, file: usize) -> PathBuf {
         self.directory.join(&self.index.files[file].name)
     }
+}
 
-    /// Reads everything and checks it, `progress(bytes)` after each tensor. Returns all that is wrong. Local.
+impl Index {
+    /// Reads the index of the checkpoint in `directory`, and none of its files. Local.
     ///
     /// # Errors
-    /// If a file cannot be read.
-    pub fn verify(&self, mut progress: impl FnMut(u64)) -> Result<Vec<CheckpointError>, CheckpointError> {
-        let mut wrong = Vec::new();
-        for (index, file) in self.index.files.iter().enumerate() {
-            let places = self.index.tensors.values().flat_map(|section| section.values());
-            let parts = places.flat_map(|tensor| &tensor.parts).filter(|part| part.file == index);
-            let header = parts.map(|part| part.offset).min().unwrap_or(file.bytes);
-            let mut bytes = vec![0; usize::try_from(header).unwrap_or(usize::MAX).min(file.bytes as usize)];
-            self.read_at(index, 0, &mut bytes)?;
-            let (found, expected) = (crc32fast::hash(&bytes), file.header_crc32);
-            if found != expected {
-                let (path, len, tensor) = (self.file_path(index), header, "header".to_owned());
-                wrong.push(CheckpointError::Corrupted { path, offset: 0, len, tensor, expected, found });
-            }
-        }
-        let mut buffer = Vec::new();
-        for (section, tensors) in &self.index.tensors {
-            for (name, tensor) in tensors {
-                self.blocks(section, name, 0..tensor.numel(), |block| {
-                    buffer.resize(block.len, 0);
-                    match self.read_block(&block, &mut buffer) {
-                        Err(error @ CheckpointError::Corrupted { .. }) => {
-                            wrong.push(error);
-                            Ok(())
-                        }
-                        read => read,
-                    }
-                })?;
-                progress(tensor.bytes() as u64);
-            }
-        }
-        Ok(wrong)
+    /// If it is not a checkpoint, not complete, of a later format, or the index is damaged.
+    pub fn read(directory: impl AsRef<Path>) -> Result<Index, CheckpointError> {
+        Ok(read_index(directory.as_ref())?.0)
     }
+}
+
+/// An index and its checksum.
+fn read_index(directory: &Path) -> Result<(Index, u32), CheckpointError> {
+    let path = directory.join(INDEX_FILE);
+    let file = match open_regular(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && directory.is_dir() => {
+            return Err(CheckpointError::NotACheckpoint { path: directory.to_path_buf() });
+        }
+        opened => opened.map_err(FileError::on("open", &path))?,
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
+    if bytes.len() as u64 > MAX_INDEX {
+        let reason = format!("it is larger than {MAX_INDEX} bytes");
+        return Err(CheckpointError::Malformed { path, reason });
+    }
+    Ok((Index::decode(&path, &bytes)?, crc32fast::hash(&bytes)))
 }
 
 /// Bytes under one checksum, some of which are wanted.
@@ -294,7 +279,7 @@ impl Block<'_> {
 }
 
 /// Opens a file of a checkpoint: never through a symbolic link, which may lead out of the directory.
-fn open_regular(path: &Path) -> io::Result<File> {
+pub(super) fn open_regular(path: &Path) -> io::Result<File> {
     if !fs::symlink_metadata(path)?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
     }

@@ -105,14 +105,8 @@ impl Checkpoints {
     }
 
     fn entries(&self) -> Result<Vec<Entry>, CheckpointError> {
-        let read = |error| FileError::on("read", &self.directory)(error);
-        let listed = match fs::read_dir(&self.directory) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            listed => listed.map_err(read)?,
-        };
         let mut entries = Vec::new();
-        for entry in listed {
-            let path = entry.map_err(read)?.path();
+        for path in self.paths()? {
             let named = path.file_name().and_then(|name| name.to_str()).and_then(parse_name);
             if let Some((step, repeat)) = named
                 && path.join(INDEX_FILE).is_file()
@@ -122,6 +116,32 @@ impl Checkpoints {
         }
         entries.sort();
         Ok(entries)
+    }
+
+    /// Everything in the directory, sorted by name.
+    fn paths(&self) -> Result<Vec<PathBuf>, CheckpointError> {
+        let read = |error| FileError::on("read", &self.directory)(error);
+        let listed = match fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            listed => listed.map_err(read)?,
+        };
+        let mut paths =
+            listed.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>().map_err(read)?;
+        paths.sort();
+        Ok(paths)
+    }
+
+    /// What is no checkpoint yet or no longer, sorted by name: saves and removals that are under way, or were when their
+    /// program was killed. The next save removes them. Local.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
+        let paths = self.paths()?.into_iter();
+        let unfinished = paths.filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED))
+        });
+        Ok(unfinished.collect())
     }
 
     /// The latest complete checkpoint, if there is one. Local: ranks that load together call

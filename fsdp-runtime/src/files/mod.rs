@@ -2,6 +2,7 @@
 //! no rank ever holds a whole model.
 
 mod atomic;
+mod dtype;
 mod mismatch;
 mod positioned;
 mod reader;
@@ -10,10 +11,11 @@ mod writer;
 use std::path::{Path, PathBuf};
 
 pub use atomic::AtomicFile;
+pub use dtype::StoredDtype;
 pub use mismatch::{DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
 pub use positioned::PositionedFile;
 pub use reader::TensorFile;
-pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
+pub use writer::{TensorFileWriter, save_bf16, save_f32};
 
 /// A failed operation on one file or directory.
 #[derive(Debug, thiserror::Error)]

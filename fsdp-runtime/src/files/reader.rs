@@ -9,7 +9,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{FoundTensor, Mismatch, PositionedFile, TensorFileError};
+use super::{FoundTensor, Mismatch, PositionedFile, StoredDtype, TensorFileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -124,6 +124,25 @@ impl TensorFile {
             position += bytes.len();
         }
         Ok(())
+    }
+
+    /// Element type of a tensor; `None` if there is none of the name, or it is one that
+    /// [`read_range_bytes`](Self::read_range_bytes) does not read.
+    pub fn dtype(&self, name: &str) -> Option<StoredDtype> {
+        StoredDtype::of(self.info(name)?.dtype)
+    }
+
+    /// Reads `len` elements of a flattened tensor from `start` on as they are, little-endian.
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, an element type that is no [`StoredDtype`], or a failed read.
+    pub fn read_range_bytes(&self, name: &str, start: usize, len: usize) -> Result<Vec<u8>, TensorFileError> {
+        let info = self.range(name, start, len)?;
+        let size = StoredDtype::of(info.dtype).map(StoredDtype::size);
+        let size = size.ok_or_else(|| self.wrong_dtype(name, info.dtype, "floats or integers"))?;
+        let mut bytes = vec![0; len * size];
+        self.read_at(info.data_offsets.0 + start * size, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Reads elements `start..start + out.len()` of a flattened I32 tensor.

@@ -150,6 +150,11 @@ impl GgufFile {
         Some(&self.tensors.get(name)?.shape)
     }
 
+    /// How a tensor is stored.
+    pub fn dtype(&self, name: &str) -> Option<GgmlDType> {
+        Some(self.tensors.get(name)?.dtype)
+    }
+
     /// Reads elements `start..start + out.len()` of a flattened tensor, dequantised.
     ///
     /// # Errors
