@@ -17,10 +17,13 @@
 
 mod agree;
 mod background;
+mod commit;
 mod contents;
 mod disk;
 mod error;
+mod finite;
 mod index;
+mod open_files;
 mod read;
 mod restore;
 mod state;

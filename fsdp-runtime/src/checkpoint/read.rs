@@ -1,10 +1,8 @@
 //! A complete checkpoint, read by ranges.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -12,6 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
 use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredPart, StoredTensor};
+use super::open_files::{OpenFiles, open_regular, regular_length};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -20,13 +19,17 @@ const MAX_INDEX: u64 = 1 << 30;
 /// An open checkpoint. Only its index is in memory; tensors are read by ranges, and every byte that is read is checked
 /// against its checksum. Files are read at positions rather than mapped: a file that another program cuts short is an
 /// error, not a signal. Threads may share it.
+///
+/// A checkpoint may come from anywhere: nothing outside its directory is read, no link is followed in it, and memory is
+/// in proportion to its index, which has 1 GiB at most, and to what is asked for. Checksums find what was damaged, not
+/// what was changed on purpose.
 #[derive(Debug)]
 pub struct Checkpoint {
     directory: PathBuf,
     index: Index,
     /// Checksum of the index.
     digest: u32,
-    files: Vec<Mutex<File>>,
+    files: OpenFiles,
 }
 
 impl Checkpoint {
@@ -51,18 +54,15 @@ impl Checkpoint {
             return Err(CheckpointError::Malformed { path, reason });
         }
         let index = Index::decode(&path, &bytes)?;
-        let mut files = Vec::with_capacity(index.files.len());
         for stored in &index.files {
             let path = directory.join(&stored.name);
-            let file = open_regular(&path).map_err(FileError::on("open", &path))?;
-            let length = file.metadata().map_err(FileError::on("read", &path))?.len();
+            let length = regular_length(&path).map_err(FileError::on("open", &path))?;
             if length != stored.bytes {
                 let reason = format!("it has {length} bytes, {} were written", stored.bytes);
                 return Err(CheckpointError::Malformed { path, reason });
             }
-            files.push(Mutex::new(file));
         }
-        Ok(Checkpoint { directory, index, digest: crc32fast::hash(&bytes), files })
+        Ok(Checkpoint { directory, index, digest: crc32fast::hash(&bytes), files: OpenFiles::default() })
     }
 
     /// The directory it is in.
@@ -217,10 +217,15 @@ impl Checkpoint {
     }
 
     fn read_at(&self, file: usize, offset: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        // The position is set before each read: what a panicking thread left behind does not matter.
-        let mut open = self.files[file].lock().unwrap_or_else(PoisonError::into_inner);
-        let read = open.seek(SeekFrom::Start(offset)).and_then(|_| open.read_exact(bytes));
-        Ok(read.map_err(FileError::on("read", &self.file_path(file)))?)
+        let path = self.file_path(file);
+        self.files.read_at(file, &path, offset, bytes).map_err(|error| match error.kind() {
+            // It was long enough when it was opened.
+            io::ErrorKind::UnexpectedEof => {
+                let reason = format!("it ends before byte {}", offset + bytes.len() as u64);
+                CheckpointError::Malformed { path, reason }
+            }
+            _ => FileError::on("read", &path)(error).into(),
+        })
     }
 
     fn file_path(&self, file: usize) -> PathBuf {
@@ -232,20 +237,20 @@ impl Checkpoint {
     /// # Errors
     /// If a file cannot be read.
     pub fn verify(&self, mut progress: impl FnMut(u64)) -> Result<Vec<CheckpointError>, CheckpointError> {
-        let mut wrong = Vec::new();
-        for (index, file) in self.index.files.iter().enumerate() {
-            let places = self.index.tensors.values().flat_map(|section| section.values());
-            let parts = places.flat_map(|tensor| &tensor.parts).filter(|part| part.file == index);
-            let header = parts.map(|part| part.offset).min().unwrap_or(file.bytes);
-            let mut bytes = vec![0; usize::try_from(header).unwrap_or(usize::MAX).min(file.bytes as usize)];
-            self.read_at(index, 0, &mut bytes)?;
-            let (found, expected) = (crc32fast::hash(&bytes), file.header_crc32);
+        let (mut wrong, mut block) = (Vec::new(), Vec::new());
+        for (index, header) in self.header_lengths().into_iter().enumerate() {
+            let mut checksum = crc32fast::Hasher::new();
+            for start in (0..header).step_by(BLOCK) {
+                block.resize((header - start).min(BLOCK as u64) as usize, 0);
+                self.read_at(index, start, &mut block)?;
+                checksum.update(&block);
+            }
+            let (found, expected) = (checksum.finalize(), self.index.files[index].header_crc32);
             if found != expected {
                 let (path, len, tensor) = (self.file_path(index), header, "header".to_owned());
                 wrong.push(CheckpointError::Corrupted { path, offset: 0, len, tensor, expected, found });
             }
         }
-        let mut block = Vec::new();
         for (section, tensors) in &self.index.tensors {
             for (name, tensor) in tensors {
                 for part in &tensor.parts {
@@ -262,14 +267,16 @@ impl Checkpoint {
         }
         Ok(wrong)
     }
-}
 
-/// Opens a file of a checkpoint: never through a symbolic link, which may lead out of the directory.
-fn open_regular(path: &Path) -> io::Result<File> {
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+    /// Of each file, the bytes before its tensors.
+    fn header_lengths(&self) -> Vec<u64> {
+        let mut lengths: Vec<u64> = self.index.files.iter().map(|file| file.bytes).collect();
+        let tensors = self.index.tensors.values().flat_map(|section| section.values());
+        for part in tensors.flat_map(|tensor| &tensor.parts) {
+            lengths[part.file] = lengths[part.file].min(part.offset);
+        }
+        lengths
     }
-    File::open(path)
 }
 
 fn widen(dtype: StoredDtype, bytes: &[u8], out: &mut [f32]) {
