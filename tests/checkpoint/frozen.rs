@@ -33,7 +33,7 @@ fn save(dir: &Path, frozen: bool) -> BTreeMap<String, Vec<f32>> {
         let mut model = shard(&world, 1)?;
         let mut optimizer = model.optimizer(AdamW::default().lr(0.1))?;
         for at in 0..2 {
-            step(&mut model, &mut optimizer, &input(at))?;
+            step(&mut model, &mut optimizer, &input(world.rank(), at))?;
         }
         let contents = Contents::of(&model).optimizer(&optimizer);
         let contents = if frozen { contents } else { contents.without_frozen() };

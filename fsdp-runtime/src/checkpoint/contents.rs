@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::agree::Group;
 use super::error::CheckpointError;
 use super::expected::frozen_tensors;
+use super::finite::is_finite;
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
@@ -74,12 +75,13 @@ impl<'a> Contents<'a> {
     /// Weights and buffers of a model: the main weights where there are any, else the model weights.
     pub fn of<M: FsdpUnit>(model: &'a Fsdp<M>) -> Contents<'a> {
         let engine = model.engine().clone();
-        let (step, seed, unfinished) = {
+        let group = Group::of(&engine);
+        let (seed, unfinished) = {
             let state = engine.state.lock();
-            (state.step, state.seed, state.received.contains(&true))
+            (state.seed, state.received.contains(&true))
         };
         let prepared = Prepared {
-            group: Group { comm: engine.checkpoint_comm.clone(), step },
+            group,
             seed,
             writer: Writer {
                 ranks: engine.comm.size(),
@@ -208,8 +210,14 @@ impl<'a> Contents<'a> {
 
     /// Adds small state that is the same on all ranks, under a name of its own: a position in the data, a
     /// [`LossScalerState`](crate::optim::LossScalerState), what a schedule has to remember.
+    ///
+    /// Numbers must be finite: the index is JSON, which has no others.
     pub fn value(mut self, name: &str, value: &impl Serialize) -> Self {
         match serde_json::to_value(value) {
+            Ok(_) if !is_finite(value) => self.fail(format!(
+                "value `{name}` cannot be saved: it has a number that is not finite, which JSON does not have; save an \
+                 `Option` or its bits"
+            )),
             Ok(value) => self.insert(name, value),
             Err(error) => self.fail(format!("value `{name}` cannot be saved: {error}")),
         }

@@ -60,7 +60,10 @@ impl<M: FsdpUnit> Fsdp<M> {
     /// Those of `visit` and of the gathers.
     pub fn visit_full_state(&self, mut visit: impl FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
         let engine = self.engine();
-        let first = self.rank() == 0;
+        let group = Group::of(engine);
+        let turn = group.turn();
+        turn.wait();
+        let first = group.is_first();
         // After an error the gathers go on, as the other ranks are in them.
         let mut outcome = Ok(());
         let names = engine.layout.params.iter().map(|spec| spec.name.as_str());
@@ -81,7 +84,7 @@ impl<M: FsdpUnit> Fsdp<M> {
                 visit(&name, tensor.copy()?)
             });
         }
-        self.group().all_done("the full state", outcome)
+        group.all_done("the full state", outcome)
     }
 
     /// Sets weights and buffers from whole tensors that rank 0 has; the other ranks pass `None`. With `strict` they must
@@ -99,7 +102,9 @@ impl<M: FsdpUnit> Fsdp<M> {
         strict: bool,
     ) -> Result<Mismatch> {
         let engine = self.engine().clone();
-        let group = self.group();
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
         let buffers = buffer_list(self.module());
         let expected = model_tensors(&engine, &buffers);
         let empty = BTreeMap::new();
@@ -128,11 +133,6 @@ impl<M: FsdpUnit> Fsdp<M> {
         engine.weights_changed(Change::Loaded(None))?;
         engine.note_event("after loading a full state".into());
         Ok(wrong)
-    }
-
-    fn group(&self) -> Group {
-        let engine = self.engine();
-        Group { comm: engine.checkpoint_comm.clone(), step: engine.state.lock().step }
     }
 }
 

@@ -14,6 +14,9 @@ pub const FORMAT_VERSION: u64 = 1;
 /// Name of the index in a checkpoint's directory.
 pub const INDEX_FILE: &str = "index.json";
 
+/// Most steps that are believed: one can always be added.
+pub(super) const MAX_STEPS: u64 = i64::MAX as u64;
+
 /// Bytes under one checksum.
 pub(super) const BLOCK: usize = 1 << 20;
 
@@ -107,6 +110,18 @@ impl StoredTensor {
     }
 }
 
+/// First byte, the one behind the last, and of which tensor.
+type Place<'a> = (u64, u64, Named<'a>);
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Named<'a>(&'a str, &'a str);
+
+impl std::fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.0, self.1)
+    }
+}
+
 /// Before the checksum, the last entry of the file.
 const CHECKSUM: &str = ",\n  \"crc32\": \"";
 
@@ -176,8 +191,12 @@ impl Index {
         Ok(index)
     }
 
-    /// Checks that the parts of every tensor tile it, and that no two parts share bytes of a file.
+    /// Checks that the parts of every tensor tile it, and that those in a file tile it too, behind its header: every
+    /// byte is under a checksum.
     fn check(&self) -> Result<(), String> {
+        if self.step > MAX_STEPS {
+            return Err(format!("step {} is more than {MAX_STEPS}", self.step));
+        }
         let mut names = std::collections::HashSet::new();
         for StoredFile { name, .. } in &self.files {
             let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0']);
@@ -189,7 +208,7 @@ impl Index {
             }
         }
         // Of each file, the places that parts take.
-        let mut places: Vec<Vec<(u64, u64, String)>> = vec![Vec::new(); self.files.len()];
+        let mut places: Vec<Vec<Place<'_>>> = vec![Vec::new(); self.files.len()];
         for (section, tensors) in &self.tensors {
             for (name, tensor) in tensors {
                 let wrong = |what: String| format!("tensor `{section}:{name}` {what}");
@@ -228,7 +247,7 @@ impl Index {
                         let have = part.crc32.len();
                         return Err(wrong(format!("has {have} checksums for a part of {blocks} blocks")));
                     }
-                    places[part.file].push((part.offset, end, wrong(String::new())));
+                    places[part.file].push((part.offset, end, Named(section, name)));
                 }
                 if next != numel {
                     return Err(wrong(format!("has parts for {next} of its {numel} elements")));
@@ -239,8 +258,17 @@ impl Index {
             places.sort_unstable();
             for pair in places.windows(2) {
                 if pair[0].1 > pair[1].0 {
-                    return Err(format!("{}and {}share bytes of `{}`", pair[0].2, pair[1].2, file.name));
+                    let (one, other) = (&pair[0].2, &pair[1].2);
+                    return Err(format!("tensors `{one}` and `{other}` share bytes of `{}`", file.name));
                 }
+            }
+            if places.is_empty() {
+                return Err(format!("no tensor is in file `{}`", file.name));
+            }
+            let ends = places.iter().map(|place| place.1);
+            let starts = places.iter().skip(1).map(|place| place.0).chain([file.bytes]);
+            if let Some((end, start)) = ends.zip(starts).find(|(end, start)| end != start) {
+                return Err(format!("bytes {end}..{start} of `{}` belong to no tensor", file.name));
             }
         }
         Ok(())

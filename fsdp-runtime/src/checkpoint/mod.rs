@@ -19,12 +19,15 @@
 
 mod agree;
 mod background;
+mod commit;
 mod contents;
 mod disk;
 mod error;
 mod expected;
+mod finite;
 mod full_state;
 mod index;
+mod open_files;
 mod read;
 mod restore;
 mod state;

@@ -1,10 +1,8 @@
 //! A complete checkpoint, read by ranges.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -12,6 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
 use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
+use super::open_files::{OpenFiles, open_regular, regular_length};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -20,13 +19,17 @@ const MAX_INDEX: u64 = 1 << 30;
 /// An open checkpoint. Only its index is in memory; tensors are read by ranges, and every byte that is read is checked
 /// against its checksum. Files are read at positions rather than mapped: a file that another program cuts short is an
 /// error, not a signal. Threads may share it.
+///
+/// A checkpoint may come from anywhere: nothing outside its directory is read, no link is followed in it, and memory is
+/// in proportion to its index, which has 1 GiB at most, and to what is asked for. Checksums find what was damaged, not
+/// what was changed on purpose.
 #[derive(Debug)]
 pub struct Checkpoint {
     directory: PathBuf,
     index: Index,
     /// Checksum of the index.
     digest: u32,
-    files: Vec<Mutex<File>>,
+    files: OpenFiles,
 }
 
 impl Checkpoint {
@@ -38,18 +41,15 @@ impl Checkpoint {
     pub fn open(directory: impl AsRef<Path>) -> Result<Checkpoint, CheckpointError> {
         let directory = directory.as_ref().to_path_buf();
         let (index, digest) = read_index(&directory)?;
-        let mut files = Vec::with_capacity(index.files.len());
         for stored in &index.files {
             let path = directory.join(&stored.name);
-            let file = open_regular(&path).map_err(FileError::on("open", &path))?;
-            let length = file.metadata().map_err(FileError::on("read", &path))?.len();
+            let length = regular_length(&path).map_err(FileError::on("open", &path))?;
             if length != stored.bytes {
                 let reason = format!("it has {length} bytes, {} were written", stored.bytes);
                 return Err(CheckpointError::Malformed { path, reason });
             }
-            files.push(Mutex::new(file));
         }
-        Ok(Checkpoint { directory, index, digest, files })
+        Ok(Checkpoint { directory, index, digest, files: OpenFiles::default() })
     }
 
     /// The directory it is in.
@@ -216,10 +216,15 @@ impl Checkpoint {
     }
 
     fn read_at(&self, file: usize, offset: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        // The position is set before each read: what a panicking thread left behind does not matter.
-        let mut open = self.files[file].lock().unwrap_or_else(PoisonError::into_inner);
-        let read = open.seek(SeekFrom::Start(offset)).and_then(|_| open.read_exact(bytes));
-        Ok(read.map_err(FileError::on("read", &self.file_path(file)))?)
+        let path = self.file_path(file);
+        self.files.read_at(file, &path, offset, bytes).map_err(|error| match error.kind() {
+            // It was long enough when it was opened.
+            io::ErrorKind::UnexpectedEof => {
+                let reason = format!("it ends before byte {}", offset + bytes.len() as u64);
+                CheckpointError::Malformed { path, reason }
+            }
+            _ => FileError::on("read", &path)(error).into(),
+        })
     }
 
     fn file_path(&self, file: usize) -> PathBuf {
@@ -276,14 +281,6 @@ impl Block<'_> {
     fn is_whole(&self) -> bool {
         self.wanted == (0..self.len)
     }
-}
-
-/// Opens a file of a checkpoint: never through a symbolic link, which may lead out of the directory.
-pub(super) fn open_regular(path: &Path) -> io::Result<File> {
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
-    }
-    File::open(path)
 }
 
 fn widen(dtype: StoredDtype, bytes: &[u8], out: &mut [f32]) {

@@ -11,7 +11,7 @@ use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
 use super::expected::{Expected, frozen_tensors, left_out, mismatch, model_tensors};
-use super::index::{INDEX_FILE, Section, StoredDtype};
+use super::index::{INDEX_FILE, MAX_STEPS, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
@@ -105,7 +105,9 @@ impl<'a> Restore<'a> {
     pub fn from(self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;
-        let group = Group { comm: engine.checkpoint_comm.clone(), step: engine.state.lock().step };
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
         self.in_group(&group, directory.as_ref())
     }
 
@@ -208,8 +210,15 @@ impl<'a> Restore<'a> {
                 Some(value)
             }
         };
-        let updates = self.averages.iter().map(|(name, _)| checkpoint.value::<u64>(name));
-        Ok(Values { optimizer, updates: updates.collect::<Result<_, _>>()? })
+        let updates = |(name, _): &(String, _)| -> Result<u64> {
+            let updates = checkpoint.value::<u64>(name)?;
+            if updates > MAX_STEPS {
+                let reason = format!("its average `{name}` has {updates} updates, more than {MAX_STEPS}");
+                return Err(malformed(reason).into());
+            }
+            Ok(updates)
+        };
+        Ok(Values { optimizer, updates: self.averages.iter().map(updates).collect::<Result<_>>()? })
     }
 
     /// Fills what this rank holds.
@@ -286,7 +295,9 @@ impl Checkpoints {
     pub fn restore_latest(&self, restore: Restore<'_>) -> Result<Option<Restored>> {
         let engine = restore.engine.clone();
         engine.settle()?;
-        let group = Group { comm: engine.checkpoint_comm.clone(), step: engine.state.lock().step };
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
         let name = group.by_first("the latest checkpoint", || -> Result<Vec<u8>> {
             let latest = self.latest()?;
             let name =

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::error::CheckpointError;
 use super::index::{BLOCK, Index, StoredFile, StoredPart};
-use super::read::{Checkpoint, open_regular};
+use super::open_files::open_regular;
+use super::read::Checkpoint;
 use crate::files::FileError;
 
 /// A part of a tensor, and whose it is.
