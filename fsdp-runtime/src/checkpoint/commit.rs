@@ -31,7 +31,8 @@ pub(super) fn parse_name(found: &str) -> Option<(u64, u64)> {
     let numbers = found.strip_prefix("step-")?;
     let (step, repeat) = numbers.split_once('-').unwrap_or((numbers, "0"));
     let (step, repeat) = (step.parse().ok()?, repeat.parse().ok()?);
-    (name(step, repeat) == found).then_some((step, repeat))
+    // One more repeat can always be counted.
+    (repeat < u64::MAX && name(step, repeat) == found).then_some((step, repeat))
 }
 
 /// Whether a save or a removal that was cut short has left it.
@@ -201,6 +202,7 @@ mod tests {
         {
             assert_eq!(parse_name(other), None, "{other}");
         }
+        assert_eq!(parse_name("step-00000001-18446744073709551615"), None);
         assert_eq!(parse_name(".unfinished-step-00000001"), None);
     }
 }
