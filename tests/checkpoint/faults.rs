@@ -108,7 +108,8 @@ fn train_three(world: &World, x: f32, save: Option<&Path>) -> fsdp::Result<Vec<f
 /// The parts of a tensor tile it, also where ranks do not divide it or outnumber its elements.
 #[test]
 fn parts_tile_their_tensor() {
-    let parts = |len: usize, ranks: usize, alignment: ShardAlignment| -> Vec<(usize, usize)> {
+    type Part = (usize, usize);
+    let parts = |len: usize, ranks: usize, alignment: ShardAlignment| -> Vec<Part> {
         let dir = tempfile::tempdir().unwrap();
         launch::local(ranks, |world| -> fsdp::Result<()> {
             let config = FsdpConfig { alignment, ..FsdpConfig::default() };
@@ -121,7 +122,7 @@ fn parts_tile_their_tensor() {
         let parts = &checkpoint.tensor("model", "dot.w").unwrap().parts;
         parts.iter().map(|part| (part.start, part.len)).collect()
     };
-    let tiles: [(usize, usize, &[(usize, usize)]); 4] = [
+    let tiles: [(usize, usize, &[Part]); 4] = [
         (7, 3, &[(0, 3), (3, 3), (6, 1)]),
         (5, 2, &[(0, 3), (3, 2)]),
         (3, 8, &[(0, 1), (1, 1), (2, 1)]),

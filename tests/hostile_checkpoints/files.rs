@@ -43,6 +43,8 @@ pub enum Fate {
     Damaged,
     /// The index is another one, with a true checksum: it is refused, with these words.
     Refused(&'static str),
+    /// The same, but it can be opened: to restore it strictly is refused, with these words.
+    Unfit(&'static str),
     /// The same, but it is as good as the one that was saved.
     Sound,
     /// The same; it can be read or not.

@@ -201,7 +201,7 @@ pub fn by_hand(sound: &Files) -> Vec<Mutant> {
         files.insert(INDEX.into(), encode(&changed));
         mutants.push(Mutant { label, files, fate });
     };
-    use Fate::{Forged, Refused, Sound};
+    use Fate::{Forged, Refused, Sound, Unfit};
 
     for name in NAMES {
         let fate = if name == "~" { Refused("cannot open") } else { Refused("is not a plain name") };
@@ -284,10 +284,14 @@ pub fn by_hand(sound: &Files) -> Vec<Mutant> {
     }
     // What nothing says is wrong, but which does not fit the model.
     let others: [(&str, Fate, Change); 12] = [
-        ("another checksum", Forged, |t| t["parts"][0]["crc32"][0] = 0.into()),
-        ("another shape", Forged, |t| t["shape"] = json!([25])),
-        ("many dims", Forged, |t| t["shape"] = [vec![25], vec![1; 50_000]].concat().into()),
-        ("integers", Forged, |t| t["dtype"] = "I32".into()),
+        ("another checksum", Unfit("is corrupted: bytes "), |t| t["parts"][0]["crc32"][0] = 0.into()),
+        ("another shape", Unfit("of another shape: layers.0.weight"), |t| t["shape"] = json!([25])),
+        ("many dims", Unfit("of another shape: layers.0.weight"), |t| {
+            t["shape"] = [vec![25], vec![1; 50_000]].concat().into()
+        }),
+        ("integers", Unfit("of another dtype: layers.0.weight (model F32, file I32)"), |t| {
+            t["dtype"] = "I32".into()
+        }),
         ("a shape of nothing", Refused("within 0"), |t| t["shape"] = json!([0, u64::MAX])),
         ("no dims", Refused("within 1"), |t| t["shape"] = json!([])),
         ("a dim below 0", Refused("invalid value"), |t| t["shape"] = json!([-5, 5])),
@@ -374,19 +378,21 @@ pub fn by_hand(sound: &Files) -> Vec<Mutant> {
         index.as_object_mut().unwrap().remove("written_by");
     });
 
-    for (name, value) in [
-        ("rule", json!("sgd")),
-        ("rule", json!(1)),
-        ("steps", json!(u64::MAX)),
-        ("steps", json!(-1)),
-        ("steps", json!("3")),
-        ("learning_rate", json!(-1.0)),
-        ("learning_rate", json!(null)),
-        ("learning_rate", json!("NaN")),
-        ("param_steps", json!([])),
-        ("param_steps", json!({"gain": u64::MAX})),
+    let no_optimizer = "its value `optimizer` is not an optimizer's";
+    for (name, value, words) in [
+        ("rule", json!("sgd"), "its optimizer is sgd, expected adamw"),
+        ("rule", json!("\u{1b}[2J"), "its optimizer is \\u{1b}[2J, expected adamw"),
+        ("rule", json!(1), no_optimizer),
+        ("steps", json!(u64::MAX), "has taken 18446744073709551615 steps, more than"),
+        ("steps", json!(-1), no_optimizer),
+        ("steps", json!("3"), no_optimizer),
+        ("learning_rate", json!(-1.0), "a learning rate of -1, expected"),
+        ("learning_rate", json!(null), no_optimizer),
+        ("learning_rate", json!("NaN"), no_optimizer),
+        ("param_steps", json!([]), no_optimizer),
+        ("param_steps", json!({"gain": u64::MAX}), "has taken 18446744073709551615 steps, more than"),
     ] {
-        add(format!("optimizer with {name} {value}"), Forged, &|index| {
+        add(format!("optimizer with {name} {value}"), Unfit(words), &|index| {
             index["values"]["optimizer"][name] = value.clone();
         });
     }
@@ -402,11 +408,19 @@ pub fn by_hand(sound: &Files) -> Vec<Mutant> {
             index["values"]["optimizer"][name] = value.clone();
         });
     }
-    for value in [json!(null), json!(-1), json!(u64::MAX), json!(1.5), json!("3"), json!({})] {
-        add(format!("average of {value} updates"), Forged, &|index| index["values"]["ema"] = value.clone());
+    for value in [json!(null), json!(-1), json!(1.5), json!("3"), json!({})] {
+        let fate = Unfit("its value `ema` is not what is expected");
+        add(format!("average of {value} updates"), fate, &|index| index["values"]["ema"] = value.clone());
     }
-    for name in ["optimizer", "ema"] {
-        add(format!("no value {name}"), Forged, &|index| {
+    add(
+        "average of many updates".into(),
+        Unfit("`ema` has 18446744073709551615 updates, more than"),
+        &|index| {
+            index["values"]["ema"] = u64::MAX.into();
+        },
+    );
+    for (name, words) in [("optimizer", "has no value `optimizer`"), ("ema", "has no value `ema`")] {
+        add(format!("no value {name}"), Unfit(words), &|index| {
             index["values"].as_object_mut().unwrap().remove(name);
         });
     }

@@ -6,16 +6,14 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
-use fsdp::checkpoint::{Checkpoint, CheckpointError, Checkpoints, Contents, Index, MODEL, Restore, Restored};
-use fsdp::engine::Ema;
-use fsdp::launch::World;
-use fsdp::prelude::*;
+use fsdp::checkpoint::{Checkpoint, CheckpointError, Checkpoints, Index, MODEL, Restored};
+use fsdp::launch;
 use fsdp_models::checkpoint::{ExportOptions, Side, diff, export, find, list, summary, summary_json};
 use tempfile::TempDir;
 
 use crate::files::{self, Fate, Files, INDEX, Mutant};
 use crate::memory;
-use crate::model::{Net, input, step};
+use crate::run::{Run, State};
 
 const STEPS: u64 = 3;
 
@@ -31,61 +29,6 @@ const PEAK: usize = 100;
 const OBJECT: usize = 640;
 /// For streams, buffers and messages of a launch.
 const ALLOWANCE: usize = 1 << 20;
-
-/// A model in training, on one rank.
-struct Run {
-    rank: usize,
-    model: Fsdp<Net>,
-    optimizer: ShardedOptimizer<AdamW>,
-    average: Ema,
-}
-
-/// The bits of weights and buffers, and the counters.
-#[derive(Clone, Debug, PartialEq)]
-struct State {
-    tensors: BTreeMap<String, Vec<u64>>,
-    counters: [u64; 4],
-}
-
-impl Run {
-    fn start(world: &World, seed: u64) -> fsdp::Result<Run> {
-        let config = FsdpConfig { seed, ..FsdpConfig::default() };
-        let model = Net::new(2).fully_shard_with(&world.data_parallel_mesh(), &config)?;
-        let (optimizer, average) = (model.optimizer(AdamW::default().lr(1e-2))?, model.ema(0.9)?);
-        Ok(Run { rank: world.rank(), model, optimizer, average })
-    }
-
-    fn step(&mut self) -> fsdp::Result<()> {
-        let input = input(self.rank, self.model.step_count() % 100);
-        step(&mut self.model, &mut self.optimizer, &input)?;
-        self.average.update(&self.model)
-    }
-
-    fn contents(&self) -> Contents<'_> {
-        Contents::of(&self.model).optimizer(&self.optimizer).average("ema", &self.average)
-    }
-
-    fn restore(&mut self) -> Restore<'_> {
-        Restore::new(&mut self.model).optimizer(&mut self.optimizer).average("ema", &mut self.average)
-    }
-
-    /// Every rank must call it.
-    fn state(&self) -> fsdp::Result<State> {
-        let mut tensors = BTreeMap::new();
-        self.model.visit_weights(|spec, values| {
-            let bits = values.iter().map(|value| u64::from(value.to_bits()));
-            tensors.insert(spec.name.clone(), bits.collect());
-            Ok(())
-        })?;
-        let Net { counts, mean, .. } = self.model.module();
-        tensors.insert("counts".into(), counts.to_vec1::<u32>()?.into_iter().map(u64::from).collect());
-        tensors
-            .insert("mean".into(), mean.to_vec2::<f64>()?.concat().into_iter().map(f64::to_bits).collect());
-        let rate = self.optimizer.learning_rate().to_bits();
-        let counters = [self.model.step_count(), self.optimizer.steps(), self.average.updates(), rate];
-        Ok(State { tensors, counters })
-    }
-}
 
 /// All tensors of a checkpoint, as bytes.
 fn tensors(checkpoint: &Checkpoint) -> Result<BTreeMap<String, Vec<u8>>, CheckpointError> {
@@ -106,6 +49,8 @@ pub struct Judge {
     index: Index,
     tensors: BTreeMap<String, Vec<u8>>,
     state: State,
+    /// After one more step, on 1 and on 2 ranks.
+    next: [State; 2],
 }
 
 /// What was seen of a mutant.
@@ -133,7 +78,16 @@ impl Judge {
         let (files, tensors) = (files::read(&path), tensors(&checkpoint).unwrap());
         // What a path may lead to: as good as what is inside.
         files::write(&dir.path().join("outside"), &files);
-        Judge { dir, files, index: checkpoint.index().clone(), tensors, state }
+        let next = [1, 2].map(|ranks| {
+            let next = launch::local(ranks, |world| -> fsdp::Result<State> {
+                let mut run = Run::start(&world, 2)?;
+                run.restore().from(&path)?;
+                run.step()?;
+                run.state()
+            });
+            next.unwrap().swap_remove(0)
+        });
+        Judge { dir, files, index: checkpoint.index().clone(), tensors, state, next }
     }
 
     /// The directory that mutants are in.
@@ -186,7 +140,7 @@ impl Judge {
                 assert!(text.contains(words), "{text}");
             }
             (Fate::Refused(words), Ok(_)) => panic!("it is opened, and is not refused as it {words}"),
-            (Fate::Sound, Err(error)) => panic!("{error}"),
+            (Fate::Sound | Fate::Unfit(_), Err(error)) => panic!("{error}"),
             (_, Err(error)) => self.check_message(error),
             (Fate::Damaged, Ok(checkpoint)) => assert_eq!(*checkpoint.index(), self.index),
             (_, Ok(_)) => {}
@@ -213,6 +167,7 @@ impl Judge {
         self.compare(mutant);
         let restored = [1, 2].map(|ranks| self.restore(ranks, mutant, opened.is_ok()));
         assert_eq!(restored[0], restored[1]);
+        assert!(!restored[0] || !matches!(mutant.fate, Fate::Unfit(_)), "it is restored");
         match (opened.is_ok(), restored[0]) {
             (false, _) => Seen::Refused,
             (true, false) => Seen::Opened,
@@ -302,7 +257,10 @@ impl Judge {
                     }
                     fs::remove_dir_all(&target).unwrap();
                 }
-                Err(error) => assert!(!error.to_string().is_empty()),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(text.contains(self.dir.path().to_str().unwrap()), "{text}");
+                }
             }
             assert!(!target.exists());
         }
@@ -322,7 +280,7 @@ impl Judge {
                     assert!(!differences.to_string().is_empty());
                     // Some of those that are as good have other values.
                     let tensors = differences.same == self.tensors.len();
-                    assert!(tensors || mutant.fate == Fate::Forged, "{differences}");
+                    assert!(tensors || matches!(mutant.fate, Fate::Forged | Fate::Unfit(_)), "{differences}");
                 }
                 Err(error) => self.check_message(&error),
             },
@@ -343,6 +301,9 @@ impl Judge {
                 Ok(restored) => self.check_restored(mutant, restored, &before, &after),
                 Err(error) => {
                     self.check_message(error);
+                    if let Fate::Unfit(words) = mutant.fate {
+                        assert!(error.to_string().contains(words), "{error}");
+                    }
                     if error.to_string().contains(" is corrupted: bytes ") {
                         assert!(opens);
                     } else {
@@ -352,6 +313,10 @@ impl Judge {
             }
             run.step()?;
             let before = run.state()?;
+            if strict.is_ok() && matches!(mutant.fate, Fate::Damaged | Fate::Sound) {
+                // The optimizer's state was that which was saved.
+                assert_eq!(before, self.next[ranks - 1]);
+            }
             match run.restore().strict(false).from(&path) {
                 Ok(restored) => self.check_restored(mutant, &restored, &before, &run.state()?),
                 Err(error) => {

@@ -12,6 +12,7 @@ mod memory;
 mod model;
 #[cfg(unix)]
 mod places;
+mod run;
 
 use files::{INDEX, Mutant};
 use judge::{Judge, Seen};

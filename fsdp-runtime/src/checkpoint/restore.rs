@@ -101,7 +101,7 @@ impl<'a> Restore<'a> {
     /// # Errors
     /// The same on all ranks: if the checkpoint cannot be opened on one of them, or it does not fit, and then nothing
     /// has changed; if its data turn out to be damaged, and then the state is partly the old one: restore another
-    /// before training goes on.
+    /// before training goes on. [`Checkpoint::verify`] tells before, and reads everything for it.
     pub fn from(self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;

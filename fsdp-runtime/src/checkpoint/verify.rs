@@ -95,11 +95,11 @@ impl<'a> Verified<'a> {
         let header = places.first().map_or(stored.bytes, |place| place.part.offset);
         let header = (0, header, stored.header_crc32, "header".to_owned());
         let blocks = places.iter().flat_map(|Place { section, name, size, part }| {
-            let bytes = (part.len * size) as u64;
+            let bytes = (part.len as u64).saturating_mul(*size as u64);
             part.crc32.iter().enumerate().map(move |(index, &expected)| {
                 let start = (index * BLOCK) as u64;
                 let len = bytes.saturating_sub(start).min(BLOCK as u64);
-                (part.offset + start, len, expected, format!("{section}:{name}"))
+                (part.offset.saturating_add(start), len, expected, format!("{section}:{name}"))
             })
         });
         for (offset, len, expected, tensor) in std::iter::once(header).chain(blocks) {
