@@ -295,6 +295,19 @@ impl Judge {
         let outcomes = launch::local(ranks, |world| -> fsdp::Result<bool> {
             let mut run = Run::start(&world, 2)?;
             let before = run.state()?;
+            match run.restore().verified().from(&path) {
+                Ok(restored) => {
+                    let mut written = self.files.iter().filter(|(name, _)| *name != INDEX);
+                    let sound = written.all(|(name, bytes)| mutant.files.get(name) == Some(bytes));
+                    assert!(sound || mutant.fate != Fate::Damaged);
+                    self.check_restored(mutant, &restored, &before, &run.state()?);
+                }
+                Err(error) => {
+                    self.check_message(&error);
+                    assert_eq!(run.state()?, before, "{error}");
+                }
+            }
+            let before = run.state()?;
             let strict = run.restore().from(&path);
             let after = run.state()?;
             match &strict {

@@ -25,7 +25,17 @@ impl Index {
     /// blocks that are not what was written. Local.
     ///
     /// It finds what is wrong with a checkpoint that [`Checkpoint::open`] refuses.
-    pub fn verify(&self, directory: &Path, mut progress: impl FnMut(u64)) -> Vec<CheckpointError> {
+    pub fn verify(&self, directory: &Path, progress: impl FnMut(u64)) -> Vec<CheckpointError> {
+        self.verify_files(directory, |_| true, progress)
+    }
+
+    /// The same for the files whose index is `chosen`.
+    pub(super) fn verify_files(
+        &self,
+        directory: &Path,
+        chosen: impl Fn(usize) -> bool,
+        mut progress: impl FnMut(u64),
+    ) -> Vec<CheckpointError> {
         let mut places: Vec<Vec<Place<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
         for (section, tensors) in &self.tensors {
             for (name, tensor) in tensors {
@@ -38,7 +48,8 @@ impl Index {
             }
         }
         let mut wrong = Vec::new();
-        for (file, mut places) in self.files.iter().zip(places) {
+        let files = self.files.iter().zip(places).enumerate().filter(|(index, _)| chosen(*index));
+        for (_, (file, mut places)) in files {
             places.sort_by_key(|place| place.part.offset);
             let path = directory.join(&file.name);
             match Verified::open(&path, file) {
