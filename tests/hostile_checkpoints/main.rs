@@ -3,6 +3,7 @@
 //!
 //! A program of its own, as it counts all memory.
 
+mod by_hand;
 mod damage;
 mod files;
 mod forged;
@@ -70,6 +71,6 @@ fn forged_indices() {
 fn indices_forged_by_hand() {
     let _alone = memory::alone();
     let sound = Judge::new();
-    let [refused, opened, restored] = judge(&sound, forged::by_hand(&sound.files));
+    let [refused, opened, restored] = judge(&sound, by_hand::mutants(&sound.files));
     assert!(refused > 70 && opened > 10 && restored > 10, "{refused} {opened} {restored}");
 }
