@@ -347,7 +347,7 @@ impl AllGatherPipeline {
             let weights = &mut self.units[unit];
             match acquired {
                 Some((slot, full)) => (weights.slot, weights.full) = (Some(slot), full),
-                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit),
+                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit)?,
                 None => return Ok(()),
             }
         }
@@ -461,7 +461,7 @@ impl AllGatherPipeline {
             let (rank, ranks) = (neighbours.rank(), neighbours.size());
             for slice in &full {
                 let len = slice.len() / ranks;
-                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len);
+                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len)?;
                 cast(&*self.streams.compute, &slice.range(rank * len..(rank + 1) * len), &kept)?;
                 weights.kept.push(kept);
             }

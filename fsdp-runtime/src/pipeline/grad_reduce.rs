@@ -224,7 +224,7 @@ impl GradReducePipeline {
                     None if add => return Err(self.reduced_twice(unit)),
                     None => {
                         let recv =
-                            self.account.allocate(Category::MainGrads, self.options.main, layout.shard_len());
+                            self.account.allocate(Category::MainGrads, self.options.main, layout.shard_len())?;
                         passing.push((target.group, recv.clone()));
                         recv
                     }
@@ -332,7 +332,7 @@ impl GradReducePipeline {
             Some((slot, buckets)) => Ok((Some(slot), buckets)),
             None => {
                 self.held_back = true;
-                Ok((None, self.pool.fallback(unit)))
+                Ok((None, self.pool.fallback(unit)?))
             }
         }
     }

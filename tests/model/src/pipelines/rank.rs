@@ -103,7 +103,7 @@ impl Rank {
             .map(|bucket| {
                 GroupBuffers::allocate(&account, bucket.clone(), placement, &MixedPrecision::F32, true)
             })
-            .collect();
+            .collect::<Result<_, _>>()?;
         let compute: Arc<dyn Stream> =
             if setting.device { CpuStream::spawn("compute") } else { ComputeStream::new("compute") };
         let streams =
