@@ -54,13 +54,18 @@ mod host {
         }
         let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
         let source = out.join("probe.cpp");
-        fs::write(&source, "#include <vector>\n#include <ucontext.h>\n").map_err(|error| error.to_string())?;
+        fs::write(&source, "#include <vector>\n#include <ucontext.h>\n")
+            .map_err(|error| error.to_string())?;
         let missing = "no C++17 compiler works (install g++, or set CXX)";
         let tool = compiler().try_get_compiler().map_err(|error| format!("{missing}: {error}"))?;
-        let output =
-            tool.to_command().arg("-c").arg(&source).arg("-o").arg(out.join("probe.o")).output().map_err(
-                |error| format!("{missing}: {} does not start: {error}", tool.path().display()),
-            )?;
+        let output = tool
+            .to_command()
+            .arg("-c")
+            .arg(&source)
+            .arg("-o")
+            .arg(out.join("probe.o"))
+            .output()
+            .map_err(|error| format!("{missing}: {} does not start: {error}", tool.path().display()))?;
         if !output.status.success() {
             return Err(format!("{missing}: {} fails on a test program", tool.path().display()));
         }

@@ -18,11 +18,11 @@ constexpr size_t STACK = 128 << 10;
 // Bytes of global memory that share a trace: the smallest element.
 constexpr size_t GRANULE = 2;
 
-// Global memory that a launch may use. Mirrored by `Memory` in src/host.rs.
+// Global memory that a launch may use. Mirrored by src/access.rs.
 struct Memory {
-    char* begin;
-    size_t bytes;
-    uint32_t writable;
+    uint64_t begin;
+    uint64_t bytes;
+    bool writable;
 };
 
 // Accesses of several blocks to a granule race whenever one of them writes.
@@ -42,7 +42,7 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     State state;
-    int line;
+    Site site;  // of the barrier or exchange where it waits
 };
 
 struct Warp {
@@ -72,6 +72,31 @@ struct Launch {
 thread_local Launch launch;
 // Never repeated in an OS thread, so that what an earlier launch left in static shared memory is seen to be old.
 thread_local uint64_t now = 0, serial = 0;
+
+// Barriers that the OS thread has seen, and the one that it passes over.
+struct Barrier {
+    Site site;
+    char name[64];
+};
+thread_local std::vector<Barrier> barriers;
+constexpr size_t NONE = ~static_cast<size_t>(0);
+thread_local size_t skipped = NONE;
+
+const char* file_name(const char* path) {
+    const char* slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// The barrier's number, which it is given when it is first reached.
+size_t number(Site site) {
+    size_t index = 0;
+    while (index < barriers.size() && !(barriers[index].site == site)) ++index;
+    if (index == barriers.size()) {
+        barriers.push_back(Barrier{site, ""});
+        snprintf(barriers.back().name, sizeof barriers.back().name, "%s:%d", file_name(site.file), site.line);
+    }
+    return index;
+}
 
 uint64_t draw() {
     // splitmix64
@@ -124,13 +149,14 @@ void release(unsigned first, unsigned count) {
     }
 }
 
-// Whether threads `first..first + count` all wait as `state` says, at one line.
+// Whether threads `first..first + count` all wait as `state` says, at one place.
 bool meet(unsigned first, unsigned count, State state) {
     for (unsigned thread = first; thread < first + count; ++thread) {
         if (launch.fibers[thread].state != state) return false;
-        if (launch.fibers[thread].line != launch.fibers[first].line) {
-            note("waits at line %d, thread %u at line %d", launch.fibers[thread].line, first,
-                 launch.fibers[first].line);
+        const Site here = launch.fibers[thread].site, there = launch.fibers[first].site;
+        if (!(here == there)) {
+            note("waits at %s:%d, thread %u at %s:%d", file_name(here.file), here.line, first,
+                 file_name(there.file), there.line);
             return false;
         }
     }
@@ -174,8 +200,9 @@ void run_block(bool shuffled) {
         const Fiber& fiber = launch.fibers[thread];
         if (fiber.state == State::Done) continue;
         launch.running = thread;
-        note("waits at the %s of line %d, which not all others reach (%u threads have ended)",
-             fiber.state == State::AtBarrier ? "barrier" : "exchange", fiber.line, launch.done);
+        note("waits at the %s of %s:%d, which not all others reach (%u threads have ended)",
+             fiber.state == State::AtBarrier ? "barrier" : "exchange", file_name(fiber.site.file), fiber.site.line,
+             launch.done);
         return;
     }
 }
@@ -187,18 +214,19 @@ enum class Access { Read, Write, Atomic };
 void check(const volatile void* address, size_t bytes, Access access) {
     if (launch.memory.empty()) return;
     const char* const what = access == Access::Read ? "read" : access == Access::Write ? "write" : "atomic";
-    const char* const at = const_cast<const char*>(static_cast<const volatile char*>(address));
+    const uint64_t at = reinterpret_cast<uint64_t>(address);
     // Vectors of more than 16 bytes do not exist; structs are aligned as their largest member.
     size_t alignment = bytes & -bytes;
     if (bytes > 16 && alignment > 8) alignment = 8;
-    if (reinterpret_cast<uintptr_t>(at) % alignment != 0) fail("%s of %zu bytes at a misaligned address", what, bytes);
+    if (at % alignment != 0) fail("%s of %zu bytes at a misaligned address", what, bytes);
     for (Region& region : launch.memory) {
         const Memory& memory = region.memory;
-        if (at < memory.begin || at >= memory.begin + memory.bytes) continue;
+        if (at < memory.begin || at - memory.begin >= memory.bytes) continue;
         const size_t offset = at - memory.begin;
         const size_t index = &region - launch.memory.data();
         if (bytes > memory.bytes - offset) {
-            fail("%s of %zu bytes at byte %zu of buffer %zu, which has %zu", what, bytes, offset, index, memory.bytes);
+            fail("%s of %zu bytes at byte %zu of buffer %zu, which has %zu", what, bytes, offset, index,
+                 static_cast<size_t>(memory.bytes));
         }
         if (access != Access::Read && !memory.writable) fail("%s of buffer %zu, which is read-only", what, index);
         if (access == Access::Atomic) return;
@@ -218,7 +246,7 @@ void check(const volatile void* address, size_t bytes, Access access) {
         }
         return;
     }
-    fail("%s of %zu bytes at %p, outside of all buffers", what, bytes, static_cast<const void*>(at));
+    fail("%s of %zu bytes at %#zx, outside of all buffers", what, bytes, static_cast<size_t>(at));
 }
 
 }  // namespace
@@ -237,14 +265,15 @@ void fail(const char* format, ...) {
     abort();  // a launch that failed resumes no fiber
 }
 
-void barrier(int line) {
+void barrier(Site site) {
+    if (number(site) == skipped) return;
     Fiber& fiber = launch.fibers[launch.running];
     fiber.state = State::AtBarrier;
-    fiber.line = line;
+    fiber.site = site;
     yield();
 }
 
-const uint64_t* exchange(uint64_t value, int line) {
+const uint64_t* exchange(uint64_t value, Site site) {
     const unsigned thread = launch.running;
     Warp& warp = launch.warps[thread / WARP];
     // Two sets in turn: a lane may begin the next exchange before the others have read this one.
@@ -253,7 +282,7 @@ const uint64_t* exchange(uint64_t value, int line) {
     values[thread % WARP] = value;
     Fiber& fiber = launch.fibers[thread];
     fiber.state = State::AtExchange;
-    fiber.line = line;
+    fiber.site = site;
     if (++warp.arrived == WARP) warp.turn = turn + 1;
     yield();
     return values;
@@ -302,6 +331,14 @@ const char* fsdp_kernels_host_kernel(size_t index, size_t* args_size) {
     *args_size = kernel->args_size;
     return kernel->name;
 }
+
+// Barrier `index` of those that launches in this OS thread have reached: its place; null after the last.
+const char* fsdp_kernels_host_barrier(size_t index) {
+    return index < barriers.size() ? barriers[index].name : nullptr;
+}
+
+// From now on this OS thread's launches pass over a barrier; ~0: over none.
+void fsdp_kernels_host_skip_barrier(size_t index) { skipped = index; }
 
 // Runs a kernel; null, or what went wrong, in memory of the OS thread. `seed` 0 runs blocks and threads in order.
 const char* fsdp_kernels_host_launch(const char* name, unsigned grid_x, unsigned grid_y, unsigned threads,

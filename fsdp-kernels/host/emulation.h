@@ -41,9 +41,17 @@ extern const Registration* registrations;
 // Ends the launch with a message that names kernel, block and thread. Called by a fiber.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-void barrier(int line);
+// A place in the text.
+struct Site {
+    const char* file;
+    int line;
+
+    bool operator==(const Site& other) const { return line == other.line && strcmp(file, other.file) == 0; }
+};
+
+void barrier(Site site);
 // Waits for all lanes of the warp, then returns what each of the 32 brought, until the next but one exchange.
-const uint64_t* exchange(uint64_t value, int line);
+const uint64_t* exchange(uint64_t value, Site site);
 
 void reads(const volatile void* address, size_t bytes);
 void writes(const volatile void* address, size_t bytes);
@@ -136,19 +144,19 @@ private:
 };
 
 template <class T>
-T shuffle_xor(unsigned lanes, T value, int lane_mask, int line) {
+T shuffle_xor(unsigned lanes, T value, int lane_mask, Site site) {
     static_assert(sizeof(T) <= sizeof(uint64_t), "one register pair");
     if (lanes != ~0u) fail("a shuffle of some lanes only");
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof(T));
-    const uint64_t* all = exchange(bits, line);
+    const uint64_t* all = exchange(bits, site);
     memcpy(&value, &all[(flat_thread() % 32) ^ static_cast<unsigned>(lane_mask)], sizeof(T));
     return value;
 }
 
-inline unsigned ballot(unsigned lanes, bool vote, int line) {
+inline unsigned ballot(unsigned lanes, bool vote, Site site) {
     if (lanes != ~0u) fail("a ballot of some lanes only");
-    const uint64_t* all = exchange(vote, line);
+    const uint64_t* all = exchange(vote, site);
     unsigned votes = 0;
     for (unsigned lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(all[lane]) << lane;
     return votes;
@@ -167,7 +175,8 @@ inline unsigned atomic_max(unsigned* address, unsigned value) {
 #define blockIdx (::emulation::block_index)
 #define blockDim (::emulation::block_size)
 #define gridDim (::emulation::grid_size)
-#define __syncthreads() ::emulation::barrier(__LINE__)
-#define __shfl_xor_sync(lanes, value, lane_mask) ::emulation::shuffle_xor(lanes, value, lane_mask, __LINE__)
-#define __ballot_sync(lanes, vote) ::emulation::ballot(lanes, vote, __LINE__)
+#define EMULATION_SITE (::emulation::Site{__FILE__, __LINE__})
+#define __syncthreads() ::emulation::barrier(EMULATION_SITE)
+#define __shfl_xor_sync(lanes, value, lane_mask) ::emulation::shuffle_xor(lanes, value, lane_mask, EMULATION_SITE)
+#define __ballot_sync(lanes, vote) ::emulation::ballot(lanes, vote, EMULATION_SITE)
 #define atomicMax(address, value) ::emulation::atomic_max(address, value)

@@ -24,6 +24,7 @@ struct AdamWArgs {
     f32* exp_avg_sq;
     const AdamWSegment* segments;  // disjoint; in device memory, so that a captured graph sees each step's
     const f32* grad_scale;         // multiplied into each gradient first; null: `scale` is
+    u64 len;                       // of the shard
     u32 segment_count;
     f32 scale;
 };

@@ -133,4 +133,30 @@ FSDP_DEVICE void store(T* to, u64 at, const f32 (&values)[N]) {
     *reinterpret_cast<Pack<T, N>*>(to + at) = pack;
 }
 
+// The first `count` of a pack, the others left as they are; `packed` only for a whole one. Indices are constants, so
+// that the values stay in registers.
+template <class T>
+FSDP_DEVICE void load_up_to(const T* from, u64 count, bool packed, f32 (&values)[PACK]) {
+    if (packed) {
+        load<PACK>(from, 0, values);
+        return;
+    }
+    FSDP_UNROLL
+    for (int k = 0; k < PACK; ++k) {
+        if (static_cast<u64>(k) < count) values[k] = widen(get(from, k));
+    }
+}
+
+template <class T>
+FSDP_DEVICE void store_up_to(T* to, u64 count, bool packed, const f32 (&values)[PACK]) {
+    if (packed) {
+        store<PACK>(to, 0, values);
+        return;
+    }
+    FSDP_UNROLL
+    for (int k = 0; k < PACK; ++k) {
+        if (static_cast<u64>(k) < count) put(to, k, narrow<T>(values[k]));
+    }
+}
+
 }  // namespace fsdp

@@ -50,11 +50,8 @@ FSDP_DEVICE void embedding_backward(const EmbeddingBackwardArgs& a) {
             const u64 columns = column >= a.dim ? 0 : a.dim - column < PACK ? a.dim - column : PACK;
             f32* row = a.dweight + id * a.dim + column;
             f32 sum[PACK] = {}, grad[PACK] = {};
-            if (packed && columns == PACK) {
-                load<PACK>(row, 0, sum);
-            } else {
-                for (u64 k = 0; k < columns; ++k) sum[k] = get(row, k);
-            }
+            const bool whole = packed && columns == PACK;
+            load_up_to(row, columns, whole, sum);
             for (u64 begin = position; begin < end; begin += THREADS) {
                 const u64 candidate = begin + threadIdx.x;
                 const u32 match = __ballot_sync(ALL_LANES, candidate < end && get(a.ids, candidate) == id);
@@ -64,21 +61,13 @@ FSDP_DEVICE void embedding_backward(const EmbeddingBackwardArgs& a) {
                 for (u32 warp = 0; warp < WARPS; ++warp) {
                     for (u32 bits = matches[warp]; bits != 0; bits &= bits - 1) {
                         const T* from = drows + (begin + warp * WARP + lowest_bit(bits)) * a.dim + column;
-                        if (packed && columns == PACK) {
-                            load<PACK>(from, 0, grad);
-                        } else {
-                            for (u64 k = 0; k < columns; ++k) grad[k] = widen(get(from, k));
-                        }
+                        load_up_to(from, columns, whole, grad);
                         FSDP_UNROLL
                         for (int k = 0; k < PACK; ++k) sum[k] += grad[k];
                     }
                 }
             }
-            if (packed && columns == PACK) {
-                store<PACK>(row, 0, sum);
-            } else {
-                for (u64 k = 0; k < columns; ++k) put(row, k, sum[k]);
-            }
+            store_up_to(row, columns, whole, sum);
         }
     }
 }

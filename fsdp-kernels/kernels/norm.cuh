@@ -24,11 +24,7 @@ FSDP_DEVICE void squared_norm(const SquaredNormArgs& a) {
         f64 sum = 0.0;
         for (u64 at = begin + threadIdx.x * PACK; at < end; at += THREADS * PACK) {
             f32 pack[PACK] = {};
-            if (packed && at + PACK <= end) {
-                load<PACK>(values, at, pack);
-            } else {
-                for (u64 k = 0; k < PACK && at + k < end; ++k) pack[k] = widen(get(values, at + k));
-            }
+            load_up_to(values + at, end - at, packed && at + PACK <= end, pack);
             FSDP_UNROLL
             for (int k = 0; k < PACK; ++k) sum += static_cast<f64>(pack[k]) * static_cast<f64>(pack[k]);
         }

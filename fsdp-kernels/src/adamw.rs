@@ -1,7 +1,7 @@
 //! AdamW on flat shards.
 
 use crate::dtype::{by_dtypes, pick_two};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const ADAMW: &[&str] = by_dtypes!("adamw");
 
@@ -10,7 +10,8 @@ pub fn adamw(grads: Dtype, model: Dtype) -> &'static str {
     pick_two(ADAMW, grads, model)
 }
 
-/// One step on the runs of a shard, each with its own scalars. Buffers have one element for each of the shard.
+/// One step on the runs of a shard, each with its own scalars. Buffers have one element for each of the shard; those
+/// outside of all runs stay as they are.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AdamWArgs {
@@ -30,6 +31,8 @@ pub struct AdamWArgs {
     /// An f32 that gradients are multiplied with first, as [`ClipScaleArgs`](crate::ClipScaleArgs) writes it; 0:
     /// `scale` is used.
     pub grad_scale: DevicePtr,
+    /// Elements of the shard: no segment reaches beyond.
+    pub len: u64,
     /// Number of segments.
     pub segment_count: u32,
     /// What gradients are multiplied with first.
@@ -42,6 +45,18 @@ unsafe impl Args for AdamWArgs {
     /// the lengths see [`AdamWArgs::launch_for`].
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         self.launch_for(u64::MAX, max_blocks)
+    }
+
+    fn accesses(&self, [grads, model]: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::write(self.main, self.len, 4),
+            Access::write(self.model, self.len, model.size()),
+            Access::read(self.grads, self.len, grads.size()),
+            Access::write(self.exp_avg, self.len, 4),
+            Access::write(self.exp_avg_sq, self.len, 4),
+            Access::read(self.segments, self.segment_count.into(), size_of::<AdamWSegment>()),
+            Access::read(self.grad_scale, 1, 4),
+        ]
     }
 }
 
@@ -134,6 +149,7 @@ mod tests {
             exp_avg_sq: 0,
             segments: 0,
             grad_scale: 0,
+            len: 3000,
             segment_count: 5,
             scale: 1.0,
         };

@@ -1,7 +1,7 @@
 //! Cross-entropy of logits against target ids.
 
 use crate::dtype::{by_dtype, pick};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const CROSS_ENTROPY: &[&str] = by_dtype!("cross_entropy");
 pub(crate) const CROSS_ENTROPY_BACKWARD: &[&str] = by_dtype!("cross_entropy_backward");
@@ -44,6 +44,17 @@ unsafe impl Args for CrossEntropyArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::over(self.rows, max_blocks)
     }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let len = self.rows.saturating_mul(self.vocab);
+        vec![
+            Access::read(self.logits, len, dtype.size()),
+            Access::read(self.targets, self.rows, 4),
+            Access::write(self.losses, self.rows, 8),
+            Access::write(self.maxima, self.rows, 4),
+            Access::write(self.sums, self.rows, 4),
+        ]
+    }
 }
 
 /// The gradient of logits of this dtype; takes [`CrossEntropyBackwardArgs`].
@@ -81,5 +92,17 @@ pub struct CrossEntropyBackwardArgs {
 unsafe impl Args for CrossEntropyBackwardArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::over(self.rows, max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let len = self.rows.saturating_mul(self.vocab);
+        vec![
+            Access::read(self.logits, len, dtype.size()),
+            Access::read(self.targets, self.rows, 4),
+            Access::read(self.maxima, self.rows, 4),
+            Access::read(self.sums, self.rows, 4),
+            Access::write(self.dlogits, len, dtype.size()),
+            Access::read(self.dloss, 1, 4),
+        ]
     }
 }

@@ -27,11 +27,7 @@ impl Dtype {
 /// The kernels of a stem with one dtype, in the order of [`Dtype::ALL`].
 macro_rules! by_dtype {
     ($stem:literal) => {
-        &[
-            concat!("fsdp_", $stem, "_f32"),
-            concat!("fsdp_", $stem, "_bf16"),
-            concat!("fsdp_", $stem, "_f16"),
-        ]
+        &[concat!("fsdp_", $stem, "_f32"), concat!("fsdp_", $stem, "_bf16"), concat!("fsdp_", $stem, "_f16")]
     };
 }
 pub(crate) use by_dtype;

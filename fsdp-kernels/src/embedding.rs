@@ -5,7 +5,7 @@
 
 use crate::dtype::{by_dtype, pick};
 use crate::launch::{PACK, THREADS};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const EMBEDDING_SPANS: &str = "fsdp_embedding_spans";
 pub(crate) const EMBEDDING_BACKWARD: &[&str] = by_dtype!("embedding_backward");
@@ -35,6 +35,14 @@ pub struct EmbeddingSpansArgs {
 unsafe impl Args for EmbeddingSpansArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::over(u64::from(self.count).div_ceil(THREADS.into()), max_blocks)
+    }
+
+    fn accesses(&self, _: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.ids, self.count.into(), 4),
+            Access::write(self.first, self.vocab.into(), 4),
+            Access::write(self.end, self.vocab.into(), 4),
+        ]
     }
 }
 
@@ -75,5 +83,16 @@ unsafe impl Args for EmbeddingBackwardArgs {
         // Most positions have nothing to do: their block looks at one id and goes on.
         let grid = Launch::over(self.count.into(), max_blocks.div_ceil(tiles))?.grid;
         Some(Launch { grid: [grid[0], tiles], ..Launch::ONE })
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let (count, vocab) = (u64::from(self.count), u64::from(self.vocab));
+        vec![
+            Access::read(self.ids, count, 4),
+            Access::read(self.first, vocab, 4),
+            Access::read(self.end, vocab, 4),
+            Access::read(self.drows, count.saturating_mul(self.dim), dtype.size()),
+            Access::write(self.dweight, vocab.saturating_mul(self.dim), 4),
+        ]
     }
 }

@@ -2,10 +2,11 @@
 
 use std::mem::size_of;
 
+use crate::kernel::{AccessesOf, accesses_of};
 use crate::*;
 
 /// Kernels that do the same for different dtypes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Family {
     /// Their names, as in [`SOURCE`].
     pub kernels: &'static [&'static str],
@@ -13,13 +14,19 @@ pub struct Family {
     pub args: &'static str,
     /// Its size in bytes.
     pub args_size: usize,
+    pub(crate) accesses: AccessesOf,
 }
 
 macro_rules! families {
     ($($kernels:expr => $args:ident),* $(,)?) => {
         /// All kernels, by what they do.
         pub const FAMILIES: &[Family] = &[
-            $(Family { kernels: $kernels, args: stringify!($args), args_size: size_of::<$args>() }),*
+            $(Family {
+                kernels: $kernels,
+                args: stringify!($args),
+                args_size: size_of::<$args>(),
+                accesses: accesses_of::<$args>,
+            }),*
         ];
     };
 }

@@ -1,7 +1,7 @@
 //! Element-wise kernels on flat buffers: sums, casts, fills.
 
 use crate::dtype::{by_dtype, by_dtypes, pick, pick_two};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const ACCUMULATE: &[&str] = by_dtypes!("accumulate");
 pub(crate) const CAST: &[&str] = by_dtypes!("cast");
@@ -43,6 +43,11 @@ unsafe impl Args for AccumulateArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::elements(self.len, max_blocks)
     }
+
+    fn accesses(&self, [values, acc]: [Dtype; 2]) -> Vec<Access> {
+        let read = if self.scale == 0.0 { 0 } else { self.len };
+        vec![Access::write(self.acc, self.len, acc.size()), Access::read(self.values, read, values.size())]
+    }
 }
 
 /// A cast between these dtypes, or a copy; takes [`CastArgs`].
@@ -67,6 +72,10 @@ unsafe impl Args for CastArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::elements(self.len, max_blocks)
     }
+
+    fn accesses(&self, [from, to]: [Dtype; 2]) -> Vec<Access> {
+        vec![Access::read(self.from, self.len, from.size()), Access::write(self.to, self.len, to.size())]
+    }
 }
 
 /// A fill of a buffer of this dtype; takes [`FillArgs`].
@@ -90,6 +99,10 @@ pub struct FillArgs {
 unsafe impl Args for FillArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::elements(self.len, max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        vec![Access::write(self.to, self.len, dtype.size())]
     }
 }
 
@@ -147,5 +160,11 @@ impl SumRanksArgs {
 unsafe impl Args for SumRanksArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::elements(self.len, max_blocks)
+    }
+
+    fn accesses(&self, [from, to]: [Dtype; 2]) -> Vec<Access> {
+        let sources = self.sources.iter().take(self.count as usize);
+        let reads = sources.map(|&source| Access::read(source, self.len, from.size()));
+        reads.chain([Access::write(self.out, self.len, to.size())]).collect()
     }
 }

@@ -4,12 +4,38 @@
 //! shared memory are checked for bounds, for races and for reads of what was not written, those to global memory for
 //! bounds, alignment and races where [`launch`] is told of all of it. Meant for tests: it is some thousand times slower
 //! than a device.
+//!
+//! # Behind a driver that runs kernels as functions
+//! For each of [`Kernel::all`](crate::Kernel::all): the only parameter has
+//! [`args_size`](crate::Kernel::args_size) bytes; when a launch is submitted,
+//! [`accesses`](crate::Kernel::accesses) of a copy of them says what it reads and writes; when it is its turn,
+//! [`launch_raw`] runs it, with these accesses as `memory` if what it touches is to be checked.
+//!
+//! ```
+//! use std::ffi::c_void;
+//!
+//! use fsdp_kernels::host::{self, HostError};
+//! use fsdp_kernels::{Args, CastArgs, Dtype, Kernel, cast};
+//!
+//! let (from, mut to) = ([1.0f32, 2.0, 3.0], [0u16; 3]);
+//! let args = CastArgs { from: from.as_ptr() as u64, to: to.as_mut_ptr() as u64, len: 3 };
+//! let bytes: *const c_void = (&raw const args).cast();
+//! let kernel = Kernel::find(cast(Dtype::F32, Dtype::BF16)).expect("there is one for all dtypes");
+//! // SAFETY: the arguments are those of the kernel.
+//! let memory = unsafe { kernel.accesses(bytes) };
+//! // SAFETY: the arrays have three elements and outlive the call, in which nothing else uses them.
+//! match unsafe { host::launch_raw(kernel.name(), args.launch(8).expect("not empty"), bytes, &memory, 0) } {
+//!     Ok(()) => assert_eq!(to, [0x3f80, 0x4000, 0x4040]),
+//!     Err(HostError::NotBuilt) => {}
+//!     Err(error) => panic!("{error}"),
+//! }
+//! ```
 
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::size_of;
 
-use crate::{Args, Launch};
+use crate::{Access, Args, Launch};
 
 /// Why a kernel did not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,22 +59,6 @@ impl fmt::Display for HostError {
 
 impl std::error::Error for HostError {}
 
-/// Global memory that a kernel may use.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct Memory {
-    begin: *mut u8,
-    bytes: usize,
-    writable: u32,
-}
-
-impl Memory {
-    /// `bytes` bytes from `begin` on, which the kernel may only read unless `writable`.
-    pub fn new(begin: *mut u8, bytes: usize, writable: bool) -> Self {
-        Memory { begin, bytes, writable: writable.into() }
-    }
-}
-
 /// Whether the kernels were built for the host.
 pub const fn available() -> bool {
     cfg!(host_kernels)
@@ -56,8 +66,8 @@ pub const fn available() -> bool {
 
 /// Runs a kernel to its end, in this thread.
 ///
-/// With `memory`, every access to global memory is checked to be in one of these ranges, and to race with no other.
-/// Seed 0 runs blocks and threads in order, any other in an order of its own.
+/// With `memory`, every access to global memory is checked to be in one of these ranges, and to race with no other;
+/// none may overlap another. Seed 0 runs blocks and threads in order, any other in an order of its own.
 ///
 /// # Errors
 /// [`HostError`]. Memory is in an unspecified state then.
@@ -69,42 +79,38 @@ pub unsafe fn launch<A: Args>(
     kernel: &str,
     launch: Launch,
     args: &A,
-    memory: &[Memory],
+    memory: &[Access],
     seed: u64,
 ) -> Result<(), HostError> {
-    // SAFETY: the caller's promise; the arguments' size is passed along.
-    unsafe { launch_raw(kernel, launch, std::ptr::from_ref(args).cast(), Some(size_of::<A>()), memory, seed) }
+    let (expected, got) = (args_size(kernel)?, size_of::<A>());
+    if got != expected {
+        let what = format!("{kernel} takes arguments of {expected} bytes, got {got}");
+        return Err(HostError::Unknown(what));
+    }
+    // SAFETY: the caller's promise; the arguments have the kernel's size.
+    unsafe { launch_raw(kernel, launch, std::ptr::from_ref(args).cast(), memory, seed) }
 }
 
 /// [`launch`] for arguments known by address, as a driver is given them.
 ///
 /// # Errors
-/// Those of [`launch`]; the arguments' size is compared if it is given.
+/// Those of [`launch`]; the size of the arguments is not known.
 ///
 /// # Safety
-/// As for [`launch`], and `args` points to the struct that the kernel takes.
+/// As for [`launch`], and `args` points to the struct that the kernel takes, at any alignment.
 pub unsafe fn launch_raw(
     kernel: &str,
     launch: Launch,
     args: *const c_void,
-    args_size: Option<usize>,
-    memory: &[Memory],
+    memory: &[Access],
     seed: u64,
 ) -> Result<(), HostError> {
-    if !available() {
-        return Err(HostError::NotBuilt);
-    }
-    match kernels().iter().find(|(name, _)| *name == kernel) {
-        None => return Err(HostError::Unknown(format!("there is no kernel {kernel}"))),
-        Some((_, size)) => {
-            if let Some(got) = args_size.filter(|got| got != size) {
-                let what = format!("{kernel} takes arguments of {size} bytes, got {got}");
-                return Err(HostError::Unknown(what));
-            }
-        }
-    }
+    let size = args_size(kernel)?;
+    let mut aligned = vec![0u64; size.div_ceil(8)];
+    // SAFETY: the caller promises that many bytes; the copy is as large.
+    unsafe { std::ptr::copy_nonoverlapping(args.cast::<u8>(), aligned.as_mut_ptr().cast(), size) };
     // SAFETY: the caller's promise.
-    match unsafe { built::launch(kernel, launch, args, memory, seed) } {
+    match unsafe { built::launch(kernel, launch, aligned.as_ptr().cast(), memory, seed) } {
         None => Ok(()),
         Some(fault) => Err(HostError::Fault(fault)),
     }
@@ -116,14 +122,43 @@ pub fn kernels() -> Vec<(String, usize)> {
     (0..).map_while(built::kernel).collect()
 }
 
+fn args_size(kernel: &str) -> Result<usize, HostError> {
+    if !available() {
+        return Err(HostError::NotBuilt);
+    }
+    let known = (0..).map_while(built::kernel).find(|(name, _)| name == kernel);
+    known.map(|(_, size)| size).ok_or_else(|| HostError::Unknown(format!("there is no kernel {kernel}")))
+}
+
+/// Where the barriers are that launches in this thread have reached, as `file:line`.
+pub fn barriers() -> Vec<String> {
+    (0..).map_while(built::barrier).collect()
+}
+
+/// What `run` returns when its launches pass over one barrier, named by its place in [`barriers`]: to see that the
+/// kernel needs it.
+pub fn without_barrier<R>(index: usize, run: impl FnOnce() -> R) -> R {
+    struct Restore;
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            built::skip_barrier(usize::MAX);
+        }
+    }
+    let _restore = Restore;
+    built::skip_barrier(index);
+    run()
+}
+
 #[cfg(host_kernels)]
 mod built {
     use std::ffi::{CStr, CString, c_char, c_void};
 
-    use super::{Launch, Memory};
+    use super::{Access, Launch};
 
     unsafe extern "C" {
         fn fsdp_kernels_host_kernel(index: usize, args_size: *mut usize) -> *const c_char;
+        fn fsdp_kernels_host_barrier(index: usize) -> *const c_char;
+        fn fsdp_kernels_host_skip_barrier(index: usize);
         fn fsdp_kernels_host_launch(
             name: *const c_char,
             grid_x: u32,
@@ -131,40 +166,51 @@ mod built {
             threads: u32,
             shared_bytes: usize,
             args: *const c_void,
-            memory: *const Memory,
+            memory: *const Access,
             memory_count: usize,
             seed: u64,
         ) -> *const c_char;
     }
 
+    /// # Safety
+    /// `text` is null or a string that lives until the next call into the emulation.
+    unsafe fn owned(text: *const c_char) -> Option<String> {
+        // SAFETY: the caller's promise.
+        (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    }
+
     pub fn kernel(index: usize) -> Option<(String, usize)> {
         let mut args_size = 0;
         // SAFETY: the function writes a size, and returns null or a string of static life.
-        let name = unsafe {
-            let name = fsdp_kernels_host_kernel(index, &mut args_size);
-            if name.is_null() {
-                return None;
-            }
-            CStr::from_ptr(name)
-        };
-        Some((name.to_string_lossy().into_owned(), args_size))
+        let name = unsafe { owned(fsdp_kernels_host_kernel(index, &mut args_size)) }?;
+        Some((name, args_size))
+    }
+
+    pub fn barrier(index: usize) -> Option<String> {
+        // SAFETY: the function returns null or a string that lives until this thread launches again.
+        unsafe { owned(fsdp_kernels_host_barrier(index)) }
+    }
+
+    pub fn skip_barrier(index: usize) {
+        // SAFETY: the function notes a number for this thread.
+        unsafe { fsdp_kernels_host_skip_barrier(index) };
     }
 
     /// # Safety
-    /// As for [`super::launch_raw`]; there is such a kernel.
+    /// As for [`super::launch_raw`], and `args` is aligned.
     pub unsafe fn launch(
         kernel: &str,
         launch: Launch,
         args: *const c_void,
-        memory: &[Memory],
+        memory: &[Access],
         seed: u64,
     ) -> Option<String> {
         let name = CString::new(kernel).expect("the name is one of a kernel");
         let [grid_x, grid_y] = launch.grid;
         // SAFETY: the pointers are valid for the call. The function returns null or a string that lives until this
-        // thread calls it again; it is copied here.
+        // thread calls it again.
         unsafe {
-            let fault = fsdp_kernels_host_launch(
+            owned(fsdp_kernels_host_launch(
                 name.as_ptr(),
                 grid_x,
                 grid_y,
@@ -174,8 +220,7 @@ mod built {
                 memory.as_ptr(),
                 memory.len(),
                 seed,
-            );
-            (!fault.is_null()).then(|| CStr::from_ptr(fault).to_string_lossy().into_owned())
+            ))
         }
     }
 }
@@ -184,15 +229,21 @@ mod built {
 mod built {
     use std::ffi::c_void;
 
-    use super::{Launch, Memory};
+    use super::{Access, Launch};
 
     pub fn kernel(_: usize) -> Option<(String, usize)> {
         None
     }
 
+    pub fn barrier(_: usize) -> Option<String> {
+        None
+    }
+
+    pub fn skip_barrier(_: usize) {}
+
     /// # Safety
     /// None is needed: nothing runs.
-    pub unsafe fn launch(_: &str, _: Launch, _: *const c_void, _: &[Memory], _: u64) -> Option<String> {
+    pub unsafe fn launch(_: &str, _: Launch, _: *const c_void, _: &[Access], _: u64) -> Option<String> {
         None
     }
 }

@@ -1,5 +1,7 @@
 //! Grids.
 
+use crate::{Access, Dtype};
+
 /// Threads of a block, in every kernel. Kernels are compiled for it: other sizes give wrong results.
 pub const THREADS: u32 = 256;
 
@@ -47,6 +49,10 @@ pub unsafe trait Args: Copy {
     /// Any grid gives the same result. `max_blocks` bounds its x dimension: eight times the number of
     /// multiprocessors fills a device.
     fn launch(&self, max_blocks: u32) -> Option<Launch>;
+
+    /// What a launch of a kernel for these dtypes may touch, in any order, null and empty ranges included. Better
+    /// asked through [`Kernel::accesses`](crate::Kernel::accesses).
+    fn accesses(&self, dtypes: [Dtype; 2]) -> Vec<Access>;
 }
 
 #[cfg(test)]

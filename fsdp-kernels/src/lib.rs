@@ -30,6 +30,7 @@
 //! `host::launch` runs a kernel there, with bounds and races checked. It needs a C++ compiler, which nothing else
 //! does.
 
+mod access;
 mod adamw;
 mod cross_entropy;
 mod dtype;
@@ -38,6 +39,7 @@ mod family;
 mod flat;
 #[cfg(feature = "host")]
 pub mod host;
+mod kernel;
 mod launch;
 mod norm;
 mod rms_norm;
@@ -45,6 +47,7 @@ mod rope;
 mod source;
 mod swiglu;
 
+pub use access::Access;
 pub use adamw::{AdamWArgs, AdamWSegment, AdamWStep, adamw};
 pub use cross_entropy::{
     CrossEntropyArgs, CrossEntropyBackwardArgs, NO_IGNORED_TARGET, cross_entropy, cross_entropy_backward,
@@ -55,6 +58,7 @@ pub use family::{FAMILIES, Family};
 pub use flat::{
     AccumulateArgs, CastArgs, FillArgs, MAX_RANKS, SumRanksArgs, accumulate, cast, fill, sum_ranks,
 };
+pub use kernel::Kernel;
 pub use launch::{Args, DevicePtr, Launch, THREADS};
 pub use norm::{ClipScaleArgs, SquaredNormArgs, SumArgs, clip_scale, squared_norm, sum_f64};
 pub use rms_norm::{

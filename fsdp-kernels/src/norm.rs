@@ -4,7 +4,7 @@
 //! over the ranks (8 bytes), [`clip_scale`]; AdamW reads the coefficient from device memory.
 
 use crate::dtype::{by_dtype, pick};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const SQUARED_NORM: &[&str] = by_dtype!("squared_norm");
 pub(crate) const SUM_F64: &str = "fsdp_sum_f64";
@@ -44,6 +44,13 @@ unsafe impl Args for SquaredNormArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::over(SquaredNormArgs::partials_for(self.len), max_blocks)
     }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.values, self.len, dtype.size()),
+            Access::write(self.partials, Self::partials_for(self.len), 8),
+        ]
+    }
 }
 
 /// The sum of f64 values in one order; takes [`SumArgs`].
@@ -72,6 +79,14 @@ unsafe impl Args for SumArgs {
     fn launch(&self, _: u32) -> Option<Launch> {
         Some(Launch::ONE)
     }
+
+    fn accesses(&self, _: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.values, self.len, 8),
+            Access::write(self.total, 1, 8),
+            Access::write(self.rounded, 1, 4),
+        ]
+    }
 }
 
 /// The coefficient that clips gradients; takes [`ClipScaleArgs`].
@@ -97,5 +112,13 @@ pub struct ClipScaleArgs {
 unsafe impl Args for ClipScaleArgs {
     fn launch(&self, _: u32) -> Option<Launch> {
         Some(Launch::ONE)
+    }
+
+    fn accesses(&self, _: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.squared_norm, 1, 8),
+            Access::write(self.norm, 1, 8),
+            Access::write(self.scale, 1, 4),
+        ]
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::dtype::{by_dtype, pick};
 use crate::launch::THREADS;
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const RMS_NORM: &[&str] = by_dtype!("rms_norm");
 pub(crate) const RMS_NORM_BACKWARD: &[&str] = by_dtype!("rms_norm_backward");
@@ -54,6 +54,16 @@ unsafe impl Args for RmsNormArgs {
             return None;
         }
         Launch::over(self.rows.div_ceil(teams(self.width)), max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let (size, len) = (dtype.size(), self.rows.saturating_mul(self.width));
+        vec![
+            Access::read(self.x, len, size),
+            Access::read(self.weight, self.width, size),
+            Access::write(self.y, len, size),
+            Access::write(self.scales, self.rows, 4),
+        ]
     }
 }
 
@@ -110,6 +120,19 @@ unsafe impl Args for RmsNormBackwardArgs {
         let work = Self::partial_rows(self.rows).div_ceil(teams);
         Some(Launch { shared_bytes, ..Launch::over(work, max_blocks)? })
     }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let (size, len) = (dtype.size(), self.rows.saturating_mul(self.width));
+        let partials = Self::partial_rows(self.rows).saturating_mul(self.width);
+        vec![
+            Access::read(self.x, len, size),
+            Access::read(self.weight, self.width, size),
+            Access::read(self.dy, len, size),
+            Access::read(self.scales, self.rows, 4),
+            Access::write(self.dx, len, size),
+            Access::write(self.partials, partials, 4),
+        ]
+    }
 }
 
 /// The sum of each column of an f32 matrix, into a vector of this dtype; takes [`ColumnSumsArgs`].
@@ -137,5 +160,12 @@ pub struct ColumnSumsArgs {
 unsafe impl Args for ColumnSumsArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
         Launch::over(self.width.div_ceil(32), max_blocks)
+    }
+
+    fn accesses(&self, [out, _]: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.values, self.rows.saturating_mul(self.width), 4),
+            Access::write(self.out, self.width, out.size()),
+        ]
     }
 }

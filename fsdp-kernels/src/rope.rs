@@ -1,7 +1,8 @@
 //! Rotary position embedding.
 
+use crate::access::span;
 use crate::dtype::{by_dtype, pick};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const ROPE: &[&str] = by_dtype!("rope");
 
@@ -30,7 +31,7 @@ pub struct RopeArgs {
     pub out_stride: u64,
     /// Rows of a sequence.
     pub positions: u32,
-    /// Heads of a row. With `half`, below 2³² pairs.
+    /// Heads of a row. With `half`, at most 2³¹ pairs.
     pub heads: u32,
     /// Half of a head's elements.
     pub half: u32,
@@ -45,5 +46,17 @@ unsafe impl Args for RopeArgs {
             return None;
         }
         Launch::over(self.rows, max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let half = u64::from(self.half);
+        let width = u64::from(self.heads).saturating_mul(2 * half);
+        let angles = self.rows.min(self.positions.into()).saturating_mul(half);
+        vec![
+            Access::read(self.x, span(self.rows, width, self.x_stride), dtype.size()),
+            Access::write(self.out, span(self.rows, width, self.out_stride), dtype.size()),
+            Access::read(self.cos, angles, 4),
+            Access::read(self.sin, angles, 4),
+        ]
     }
 }

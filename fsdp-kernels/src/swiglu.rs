@@ -1,7 +1,8 @@
 //! The gated activation of Llama's MLP.
 
+use crate::access::span;
 use crate::dtype::{by_dtype, pick};
-use crate::{Args, DevicePtr, Dtype, Launch};
+use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
 pub(crate) const SWIGLU: &[&str] = by_dtype!("swiglu");
 pub(crate) const SWIGLU_BACKWARD: &[&str] = by_dtype!("swiglu_backward");
@@ -34,7 +35,17 @@ pub struct SwigluArgs {
 // SAFETY: repr(C), the fields of `SwigluArgs` in swiglu.cuh.
 unsafe impl Args for SwigluArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
-        Launch::elements(self.rows * self.width, max_blocks)
+        Launch::elements(self.rows.saturating_mul(self.width), max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let size = dtype.size();
+        let input = span(self.rows, self.width, self.in_stride);
+        vec![
+            Access::read(self.gate, input, size),
+            Access::read(self.up, input, size),
+            Access::write(self.y, span(self.rows, self.width, self.out_stride), size),
+        ]
     }
 }
 
@@ -70,6 +81,18 @@ pub struct SwigluBackwardArgs {
 // SAFETY: repr(C), the fields of `SwigluBackwardArgs` in swiglu.cuh.
 unsafe impl Args for SwigluBackwardArgs {
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
-        Launch::elements(self.rows * self.width, max_blocks)
+        Launch::elements(self.rows.saturating_mul(self.width), max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        let size = dtype.size();
+        let input = span(self.rows, self.width, self.in_stride);
+        vec![
+            Access::read(self.gate, input, size),
+            Access::read(self.up, input, size),
+            Access::read(self.dy, span(self.rows, self.width, self.out_stride), size),
+            Access::write(self.dgate, input, size),
+            Access::write(self.dup, input, size),
+        ]
     }
 }
