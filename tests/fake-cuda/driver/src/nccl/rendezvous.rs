@@ -1,0 +1,311 @@
+//! How the parts of the ranks meet, and the data moves.
+
+use super::arithmetic::Value;
+use super::calls::{Part, Verb};
+use super::comm::Life;
+use super::{Answer, Code, group};
+use crate::abi::In;
+use crate::queue::{Position, StreamId, Work};
+use crate::report::Kind;
+use crate::state::{Held, State};
+
+/// The parts of one rank that start together, at one place of a stream.
+pub struct Launch {
+    parts: Vec<(Meeting, Part)>,
+    pub at: Option<Position>,
+    started: bool,
+}
+
+impl Launch {
+    pub fn concerns(&self, comm: usize) -> bool {
+        self.parts.iter().any(|(_, part)| part.comm == comm)
+    }
+}
+
+/// Where a part meets those of the other ranks.
+#[derive(Clone, Copy)]
+enum Meeting {
+    /// The communicator's nth collective.
+    Round(u64),
+    /// The nth message from one rank to another.
+    Mail { from: usize, to: usize, number: u64 },
+    /// Nowhere: the rank is lost.
+    Never,
+}
+
+/// A part that has been queued.
+#[derive(Clone)]
+pub struct Entry {
+    launch: usize,
+    stream: StreamId,
+    part: Part,
+    started: bool,
+}
+
+/// A collective: the parts by rank.
+#[derive(Default)]
+pub struct Round {
+    entries: Vec<Option<Entry>>,
+    done: bool,
+}
+
+/// A message: its sender's part and its receiver's.
+#[derive(Default)]
+pub struct Message {
+    sender: Option<Entry>,
+    receiver: Option<Entry>,
+    done: bool,
+}
+
+/// What a launch at the head of its stream is waiting for.
+pub enum Progress {
+    Complete,
+    Needs {
+        /// Streams that have to come to parts which are queued.
+        streams: Vec<StreamId>,
+        /// What nobody has queued, in words.
+        absent: String,
+    },
+}
+
+/// Queues parts on their streams, those of one stream as one operation.
+pub fn submit(held: &mut Held, parts: Vec<(StreamId, Part)>) -> Answer {
+    let mut streams = Vec::<StreamId>::new();
+    for (stream, _) in &parts {
+        if !streams.contains(stream) {
+            streams.push(*stream);
+        }
+    }
+    for stream in streams {
+        let here = parts.iter().filter(|(s, _)| *s == stream).map(|(_, part)| part.clone()).collect::<Vec<_>>();
+        submit_on(held, stream, here)?;
+    }
+    group::launched(held);
+    Ok(())
+}
+
+fn submit_on(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Answer {
+    let names = parts.iter().map(Part::name).collect::<Vec<_>>().join(" + ");
+    let accesses = parts.iter().flat_map(Part::accesses).collect::<Vec<_>>();
+    let launch = held.nccl.launches.len();
+    let at = held.submit(stream, &names, &accesses, Work::Launch(launch))?;
+    let parts = parts.into_iter().map(|part| (enter(held, launch, stream, &part), part)).collect();
+    held.nccl.launches.push(Launch { parts, at: Some(at), started: false });
+    Ok(())
+}
+
+/// Puts a part where the other ranks' parts will find it.
+fn enter(held: &mut State, launch: usize, stream: StreamId, part: &Part) -> Meeting {
+    if held.is_lost(part) {
+        return Meeting::Never;
+    }
+    let entry = Entry { launch, stream, part: part.clone(), started: false };
+    let comm = &mut held.nccl.comms[part.comm];
+    let clique = &mut held.nccl.cliques[comm.clique];
+    match part.verb {
+        Verb::Send { to } => {
+            let number = comm.sent.entry(to).or_default();
+            *number += 1;
+            clique.mail.entry((part.rank, to, *number)).or_default().sender = Some(entry);
+            Meeting::Mail { from: part.rank, to, number: *number }
+        }
+        Verb::Receive { from } => {
+            let number = comm.received.entry(from).or_default();
+            *number += 1;
+            clique.mail.entry((from, part.rank, *number)).or_default().receiver = Some(entry);
+            Meeting::Mail { from, to: part.rank, number: *number }
+        }
+        _ => {
+            comm.collectives += 1;
+            let round = clique.rounds.entry(comm.collectives).or_default();
+            round.entries.resize(part.ranks, None);
+            round.entries[part.rank] = Some(entry);
+            Meeting::Round(comm.collectives)
+        }
+    }
+}
+
+impl State {
+    /// Whether a test has lost this part's rank; the others may learn of it.
+    fn is_lost(&mut self, part: &Part) -> bool {
+        let Some(lost) = self.nccl.lost.as_mut().filter(|lost| lost.rank == part.rank) else { return false };
+        if lost.calls_left > 0 {
+            lost.calls_left -= 1;
+            return false;
+        }
+        if lost.reported {
+            let clique = &self.nccl.cliques[self.nccl.comms[part.comm].clique];
+            for member in clique.members.iter().flatten() {
+                self.nccl.comms[*member].error = Code::REMOTE_ERROR;
+            }
+        }
+        true
+    }
+}
+
+/// A launch has come to the head of its stream: its parts have arrived, and data moves where all have.
+pub fn progress(held: &mut Held, launch: usize) -> Progress {
+    if !held.nccl.launches[launch].started {
+        held.nccl.launches[launch].started = true;
+        start(held, launch);
+    }
+    let mut streams = Vec::new();
+    let mut absent = Vec::new();
+    let mut complete = true;
+    for (meeting, part) in held.nccl.launches[launch].parts.clone() {
+        complete &= is_met(held, meeting, &part, &mut streams, &mut absent);
+    }
+    match complete {
+        true => Progress::Complete,
+        false => Progress::Needs { streams, absent: absent.join(", ") },
+    }
+}
+
+fn start(held: &mut Held, launch: usize) {
+    for (meeting, part) in held.nccl.launches[launch].parts.clone() {
+        let clique = &mut held.nccl.cliques[held.nccl.comms[part.comm].clique];
+        let entry = match meeting {
+            Meeting::Never => None,
+            Meeting::Round(number) => clique.rounds.get_mut(&number).and_then(|r| r.entries[part.rank].as_mut()),
+            Meeting::Mail { from, to, number } => {
+                let mail = clique.mail.get_mut(&(from, to, number));
+                mail.and_then(|m| if part.rank == from && matches!(part.verb, Verb::Send { .. }) { m.sender.as_mut() } else { m.receiver.as_mut() })
+            }
+        };
+        if let Some(entry) = entry {
+            debug_assert_eq!(entry.launch, launch);
+            entry.started = true;
+        }
+    }
+}
+
+/// Whether a part is done; if its counterparts are queued, the streams they are on, and who is absent.
+fn is_met(
+    held: &mut Held,
+    meeting: Meeting,
+    part: &Part,
+    streams: &mut Vec<StreamId>,
+    absent: &mut Vec<String>,
+) -> bool {
+    if held.nccl.comms[part.comm].life == Life::Aborted {
+        return true;
+    }
+    let clique = held.nccl.comms[part.comm].clique;
+    let rounds = &held.nccl.cliques[clique];
+    let (done, entries, missing) = match meeting {
+        Meeting::Never => (false, Vec::new(), "it is lost, as the test asked".to_owned()),
+        Meeting::Round(number) => {
+            let round = &rounds.rounds[&number];
+            let missing = (0..part.ranks).filter(|rank| round.entries[*rank].is_none());
+            let ranks = missing.map(|rank| rank.to_string()).collect::<Vec<_>>().join(", ");
+            let missing = format!("collective {number} lacks the call of rank {ranks}");
+            (round.done, round.entries.clone(), missing)
+        }
+        Meeting::Mail { from, to, number } => {
+            let mail = &rounds.mail[&(from, to, number)];
+            let missing = format!("message {number} from rank {from} to rank {to} lacks one side");
+            (mail.done, vec![mail.sender.clone(), mail.receiver.clone()], missing)
+        }
+    };
+    if done {
+        return true;
+    }
+    if matches!(meeting, Meeting::Never) || entries.iter().any(Option::is_none) {
+        absent.push(missing);
+    }
+    let waiting = entries.iter().flatten().filter(|entry| !entry.started);
+    streams.extend(waiting.map(|entry| entry.stream));
+    let all = entries.into_iter().map(|entry| entry.filter(|e| e.started)).collect::<Option<Vec<_>>>();
+    let Some(all) = all.filter(|all| !all.is_empty()) else { return false };
+    exchange(held, &all.into_iter().map(|entry| entry.part).collect::<Vec<_>>());
+    let clique = &mut held.nccl.cliques[clique];
+    match meeting {
+        Meeting::Never => {}
+        Meeting::Round(number) => clique.rounds.entry(number).or_default().done = true,
+        Meeting::Mail { from, to, number } => clique.mail.entry((from, to, number)).or_default().done = true,
+    }
+    true
+}
+
+/// Moves the data of one collective or message, whose parts have all arrived.
+fn exchange(held: &mut Held, parts: &[Part]) {
+    if let Some(message) = disagreement(parts) {
+        held.reports.add(Kind::Mismatch, message);
+        for part in parts {
+            held.nccl.comms[part.comm].error = Code::INVALID_USAGE;
+        }
+        return;
+    }
+    let mapped = parts.iter().flat_map(Part::accesses).all(|access| held.heap.is_mapped(&access.range));
+    if !mapped {
+        let message = format!("{} ran after its memory was given back", parts[0].name());
+        held.reports.add(Kind::UseAfterFree, message);
+        return;
+    }
+    // In place, what one rank gets lies over what it hands in: all is read before anything is written.
+    let sent = parts.iter().map(|part| read(part.send, part.sent_bytes())).collect::<Vec<_>>();
+    for (index, part) in parts.iter().enumerate() {
+        write(part.receive, &received(parts, &sent, index));
+    }
+}
+
+/// How the calls of the ranks differ, if they do.
+fn disagreement(parts: &[Part]) -> Option<String> {
+    let first = &parts[0];
+    let agrees = |part: &Part| match (first.verb, part.verb) {
+        (Verb::Send { .. }, Verb::Receive { .. }) => first.bytes() == part.bytes(),
+        _ => first.describe() == part.describe(),
+    };
+    (!parts.iter().all(agrees)).then(|| {
+        let calls = parts.iter().map(|part| format!("rank {} calls {}", part.rank, part.describe()));
+        calls.collect::<Vec<_>>().join(", ")
+    })
+}
+
+/// The bytes that the rank at `index` gets.
+fn received(parts: &[Part], sent: &[Vec<u8>], index: usize) -> Vec<u8> {
+    let part = &parts[index];
+    let bytes = part.bytes();
+    match part.verb {
+        Verb::AllGather => sent.concat(),
+        Verb::AllToAll => sent.iter().flat_map(|s| &s[index * bytes..(index + 1) * bytes]).copied().collect(),
+        Verb::Broadcast { root } => sent[root].clone(),
+        Verb::Receive { .. } => sent[0].clone(),
+        Verb::Send { .. } => Vec::new(),
+        Verb::AllReduce => reduced(parts, sent, 0),
+        Verb::Reduce { root } if root == index => reduced(parts, sent, 0),
+        Verb::Reduce { .. } => Vec::new(),
+        Verb::ReduceScatter => reduced(parts, sent, index * bytes),
+    }
+}
+
+/// The reduction of `count` values of each rank, from `offset` bytes on.
+fn reduced(parts: &[Part], sent: &[Vec<u8>], offset: usize) -> Vec<u8> {
+    let Part { dtype, count, reduction, .. } = parts[0].clone();
+    let scales = parts.iter().map(|part| part.reduction.scale()).collect::<Vec<_>>();
+    let value = |rank: &Vec<u8>, i: usize| {
+        let at = &rank[offset + i * dtype.bytes()..][..dtype.bytes()];
+        dtype.read(&In::of(at)).unwrap_or(Value::Integer(0))
+    };
+    let element = |i| {
+        let values = sent.iter().map(|rank| value(rank, i)).collect::<Vec<_>>();
+        dtype.to_bytes(dtype.reduce(&values, &scales, reduction))
+    };
+    (0..count).flat_map(element).collect()
+}
+
+fn read(start: usize, bytes: usize) -> Vec<u8> {
+    let mut values = vec![0; bytes];
+    if bytes > 0 {
+        // SAFETY: `exchange` has checked that all bytes that a part hands in are mapped.
+        unsafe { std::ptr::copy_nonoverlapping(start as *const u8, values.as_mut_ptr(), bytes) };
+    }
+    values
+}
+
+fn write(start: usize, values: &[u8]) {
+    if !values.is_empty() {
+        // SAFETY: `exchange` has checked that all bytes that a part gets are mapped.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), start as *mut u8, values.len()) };
+    }
+}

@@ -1,0 +1,229 @@
+//! When queues advance: never on their own, but when somebody waits, asks, or the mode runs ahead.
+
+use std::time::Duration;
+
+use parking_lot::MutexGuard;
+
+use crate::abi::Outcome;
+use crate::nccl;
+use crate::queue::{Operation, Position, StreamId, Work};
+use crate::report::Kind;
+use crate::state::{CHANGED, Held, State};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// An operation runs when something that the host waits for needs it, and not before.
+    #[default]
+    Latest,
+    /// Each stream runs ahead as readily as the seed says, one early and another late; what the host waits for runs in
+    /// an order of the seed's.
+    Random,
+    /// An operation runs as soon as what it waits for is complete.
+    Earliest,
+}
+
+#[derive(Default)]
+pub struct Scheduler {
+    pub mode: Mode,
+    random: u64,
+    /// What was asked for last: asked again, it advances.
+    polled: Option<Position>,
+}
+
+impl Scheduler {
+    pub fn new(mode: Mode, seed: u64) -> Self {
+        Scheduler { mode, random: seed, polled: None }
+    }
+
+    /// A number below `bound`, of the seed's sequence (SplitMix64).
+    fn draw(&mut self, bound: usize) -> usize {
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % bound as u64) as usize
+    }
+
+    /// How readily a stream runs ahead, of 255: never, sometimes or always.
+    pub fn eagerness(&mut self) -> u8 {
+        [0, 128, 255][self.draw(3)]
+    }
+}
+
+/// What came of an attempt to advance a stream.
+enum Step {
+    /// An operation ran, of that stream or of one that it needs.
+    Moved,
+    /// Nothing can run until another thread does something.
+    Blocked(String),
+}
+
+/// Runs what `target` needs, and blocks while another thread has to do its part.
+pub fn run_until(held: &mut Held, target: Position) -> Outcome {
+    while !held.is_done(target) {
+        if held.scheduler.mode == Mode::Random {
+            run_ahead(held);
+            if held.is_done(target) {
+                break;
+            }
+        }
+        if let Step::Blocked(reason) = step(held, target.stream, &mut Vec::new()) {
+            block(held, &reason);
+        }
+    }
+    Ok(())
+}
+
+/// Waits for another thread; says for what if that takes long.
+pub fn block(held: &mut Held, reason: &str) {
+    const LONG: Duration = Duration::from_secs(10);
+    if CHANGED.wait_for(held, LONG).timed_out() {
+        let thread = std::thread::current();
+        eprintln!("fake-cuda: thread {:?} is blocked: {reason}", thread.name().unwrap_or("unnamed"));
+    }
+}
+
+/// Whether `target` is complete. Asked again and again, it comes nearer.
+pub fn poll(held: &mut Held, target: Position) -> bool {
+    if held.is_done(target) {
+        return true;
+    }
+    if held.scheduler.mode != Mode::Latest || held.scheduler.polled == Some(target) {
+        step(held, target.stream, &mut Vec::new());
+    }
+    held.scheduler.polled = Some(target);
+    false
+}
+
+/// Runs what the mode wants run after something was submitted.
+pub fn after_submission(held: &mut Held) {
+    match held.scheduler.mode {
+        Mode::Latest => {}
+        Mode::Random => run_ahead(held),
+        Mode::Earliest => while (0..held.streams.len()).any(|stream| advance(held, stream)) {},
+    }
+    CHANGED.notify_all();
+}
+
+/// Runs streams ahead, each as far as it is eager.
+fn run_ahead(held: &mut Held) {
+    let streams = held.streams.len();
+    let first = held.scheduler.draw(streams.max(1));
+    for stream in (0..streams).map(|i| (first + i) % streams) {
+        if held.scheduler.draw(16) == 0 {
+            held.streams[stream].eagerness = held.scheduler.eagerness();
+        }
+        while held.scheduler.draw(255) < held.streams[stream].eagerness as usize && advance(held, stream) {}
+    }
+}
+
+/// Runs what comes next on a stream, or what that needs; false if nothing can.
+fn advance(held: &mut Held, stream: StreamId) -> bool {
+    !held.streams[stream].queue.is_empty() && matches!(step(held, stream, &mut Vec::new()), Step::Moved)
+}
+
+/// Runs the next operation of a stream, or one of those that it needs first. `path` holds the streams that wait for it.
+fn step(held: &mut Held, stream: StreamId, path: &mut Vec<StreamId>) -> Step {
+    if path.contains(&stream) {
+        return deadlock(held, path);
+    }
+    let this = &held.streams[stream];
+    if this.running {
+        return Step::Blocked(format!("a host function runs on {}", this.name));
+    }
+    let Some(next) = this.queue.front() else {
+        return Step::Blocked(format!("nothing is queued on {}", this.name));
+    };
+    path.push(stream);
+    let step = match next.work {
+        Work::Wait(position) if !held.is_done(position) => step(held, position.stream, path),
+        Work::Launch(launch) => step_launch(held, stream, launch, path),
+        _ => execute(held, stream),
+    };
+    path.pop();
+    step
+}
+
+fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<StreamId>) -> Step {
+    match nccl::progress(held, launch) {
+        nccl::Progress::Complete => execute(held, stream),
+        nccl::Progress::Needs { streams, absent } => {
+            let mut reason = absent;
+            for peer in streams {
+                match step(held, peer, path) {
+                    Step::Moved => return Step::Moved,
+                    Step::Blocked(why) => reason = why,
+                }
+            }
+            Step::Blocked(format!("{}: {reason}", held.streams[stream].queue[0].name))
+        }
+    }
+}
+
+/// Streams that wait for each other in a circle: whatever is submitted later, they stay.
+fn deadlock(held: &mut Held, path: &[StreamId]) -> Step {
+    let heads = path.iter().filter_map(|stream| held.streams[*stream].queue.front());
+    let names = heads.map(|head| head.name.to_string()).collect::<Vec<_>>().join(", which waits for ");
+    let message = format!("{names}, which waits for the first");
+    held.reports.add(Kind::Deadlock, message.clone());
+    Step::Blocked(format!("deadlock: {message}"))
+}
+
+/// Runs the first operation of a stream.
+fn execute(held: &mut Held, stream: StreamId) -> Step {
+    let Some(Operation { name, work, ranges }) = held.streams[stream].queue.pop_front() else {
+        return Step::Blocked("nothing is queued".to_owned());
+    };
+    match work {
+        Work::Nothing | Work::Wait(_) | Work::Launch(_) => {}
+        Work::Memory(run) => {
+            if ranges.iter().all(|range| held.heap.is_mapped(range)) {
+                run();
+            } else {
+                held.reports.add(Kind::UseAfterFree, format!("{name} ran after its memory was given back"));
+            }
+        }
+        Work::Host(run, _) => {
+            held.streams[stream].running = true;
+            MutexGuard::unlocked(held, run);
+            held.streams[stream].running = false;
+        }
+        Work::Free(start) => held.retire(start),
+        Work::Record(event) => {
+            let ticks = held.ticks;
+            held.events[event].time = Some(ticks);
+        }
+    }
+    held.streams[stream].done += 1;
+    held.ticks += 1;
+    CHANGED.notify_all();
+    Step::Moved
+}
+
+/// Runs host functions that nothing has needed for a while: the host may wait for one by means of its own.
+pub fn run_overdue_host_functions() {
+    const OVERDUE: Duration = Duration::from_millis(50);
+    loop {
+        std::thread::sleep(Duration::from_millis(10));
+        let mut held = crate::state::lock();
+        for stream in 0..held.streams.len() {
+            while held.streams[stream].has_host_function_older_than(OVERDUE) && advance(&mut held, stream) {}
+        }
+    }
+}
+
+impl crate::queue::Stream {
+    fn has_host_function_older_than(&self, age: Duration) -> bool {
+        self.queue.iter().any(|op| matches!(op.work, Work::Host(_, since) if since.elapsed() > age))
+    }
+}
+
+impl State {
+    /// The free of a block has come in stream order.
+    pub fn retire(&mut self, start: usize) {
+        let owner = self.heap.starting(start).map(|block| block.describe()).unwrap_or_default();
+        if !self.heap.retire(start) {
+            self.reports.add(Kind::Overrun, format!("something wrote behind the end of {owner}"));
+        }
+    }
+}
