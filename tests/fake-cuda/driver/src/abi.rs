@@ -16,12 +16,16 @@ impl Status {
     pub const SUCCESS: Status = Status(0);
     pub const INVALID_VALUE: Status = Status(1);
     pub const OUT_OF_MEMORY: Status = Status(2);
+    /// What a thread gets that was waiting when the test ended.
+    pub const DEINITIALIZED: Status = Status(4);
     pub const INVALID_IMAGE: Status = Status(200);
     pub const INVALID_DEVICE: Status = Status(101);
     pub const INVALID_CONTEXT: Status = Status(201);
     pub const INVALID_HANDLE: Status = Status(400);
     pub const NOT_FOUND: Status = Status(500);
     pub const NOT_READY: Status = Status(600);
+    /// What a thread gets that waits for what never comes.
+    pub const LAUNCH_TIMEOUT: Status = Status(702);
     pub const NOT_SUPPORTED: Status = Status(801);
 }
 

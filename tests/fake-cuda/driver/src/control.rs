@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::abi::{In, Out, Raw, Status, Text};
 use crate::driver::{self, Kernel, find_stream};
@@ -10,7 +11,7 @@ use crate::race::Access;
 use crate::scheduler::{Mode, Scheduler};
 use crate::state::{CHANGED, lock};
 
-/// Forgets all but kernels and what was set about devices, and sets the schedule: 0 latest, 1 random, 2 earliest.
+/// Forgets all but the kernels, and sets the schedule: 0 latest, 1 random, 2 earliest.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_cuda_reset(seed: u64, mode: c_int) {
     let mode = match mode {
@@ -68,6 +69,12 @@ pub extern "C" fn fake_cuda_register_kernel(
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_cuda_fail_allocation(successes: u64) {
     lock().allocations_left = Some(successes);
+}
+
+/// How long a thread waits for others before it gives up, with a finding.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_set_patience(milliseconds: u64) {
+    lock().scheduler.patience = Duration::from_millis(milliseconds);
 }
 
 /// How many devices there are, and their memory in bytes.

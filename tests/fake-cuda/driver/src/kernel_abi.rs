@@ -17,7 +17,8 @@ pub struct RawLaunch {
 pub type AddAccess = extern "C" fn(sink: *mut c_void, address: u64, bytes: usize, writes: bool);
 
 /// Says what a launch reads and writes, when it is submitted.
-pub type Declare = extern "C" fn(data: *const c_void, launch: *const RawLaunch, sink: *mut c_void, add: AddAccess);
+pub type Declare =
+    extern "C" fn(data: *const c_void, launch: *const RawLaunch, sink: *mut c_void, add: AddAccess);
 
 /// Runs a launch.
 pub type Run = extern "C" fn(data: *const c_void, launch: *const RawLaunch);

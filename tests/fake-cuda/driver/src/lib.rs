@@ -13,6 +13,7 @@ mod control;
 mod driver;
 mod heap;
 mod kernel_abi;
+mod names;
 mod nccl;
 mod queue;
 mod race;

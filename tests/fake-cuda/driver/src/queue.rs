@@ -75,7 +75,13 @@ impl State {
     }
 
     /// Checks an operation and puts it at the end of a stream.
-    pub fn submit(&mut self, stream: StreamId, call: &str, accesses: &[Access], work: Work) -> Outcome<Position> {
+    pub fn submit(
+        &mut self,
+        stream: StreamId,
+        call: &str,
+        accesses: &[Access],
+        work: Work,
+    ) -> Outcome<Position> {
         let name = self.name_operation(call, stream);
         if !race::check_bounds(&mut self.heap, &mut self.reports, &name, accesses) {
             return Err(Status::INVALID_VALUE);
@@ -117,7 +123,11 @@ impl State {
         let (context, legacy) = (this.context, this.legacy);
         for other in 0..self.streams.len() {
             let candidate = &self.streams[other];
-            if other != stream && candidate.context == context && candidate.blocking && candidate.legacy != legacy {
+            if other != stream
+                && candidate.context == context
+                && candidate.blocking
+                && candidate.legacy != legacy
+            {
                 let clock = candidate.clock.clone();
                 self.wait_for(stream, self.end_of(other), &clock);
             }

@@ -46,14 +46,16 @@ pub struct Touch {
 
 impl Touch {
     fn conflicts(&self, access: &Access) -> bool {
-        let overlap = self.access.range.start < access.range.end && access.range.start < self.access.range.end;
+        let overlap =
+            self.access.range.start < access.range.end && access.range.start < self.access.range.end;
         overlap && !(self.access.mode == Mode::Read && access.mode == Mode::Read)
     }
 
     /// Whether nothing that a later operation could conflict with is lost by forgetting this touch for `access`,
     /// which is ordered after it: what is not ordered after the older one is not ordered after the newer one either.
     fn is_superseded_by(&self, access: &Access) -> bool {
-        let covered = access.range.start <= self.access.range.start && self.access.range.end <= access.range.end;
+        let covered =
+            access.range.start <= self.access.range.start && self.access.range.end <= access.range.end;
         match (self.access.mode, access.mode) {
             (Mode::Free, _) | (_, Mode::Free) => false,
             (Mode::Read, Mode::Read) | (_, Mode::Write) => covered,
@@ -78,7 +80,10 @@ pub fn check_bounds(heap: &mut Heap, reports: &mut Reports, name: &str, accesses
                 ),
             ),
             None => {
-                reports.add(Kind::InvalidAccess, format!("{name} touches {bytes} bytes at {start:#x}, no memory"));
+                reports.add(
+                    Kind::InvalidAccess,
+                    format!("{name} touches {bytes} bytes at {start:#x}, no memory"),
+                );
             }
         }
         sound = false;
@@ -87,7 +92,14 @@ pub fn check_bounds(heap: &mut Heap, reports: &mut Reports, name: &str, accesses
 }
 
 /// Checks the accesses of the operation at `at`, ordered after what `clock` holds, and remembers them.
-pub fn enter(heap: &mut Heap, reports: &mut Reports, name: &Arc<str>, at: Position, clock: &Clock, accesses: &[Access]) {
+pub fn enter(
+    heap: &mut Heap,
+    reports: &mut Reports,
+    name: &Arc<str>,
+    at: Position,
+    clock: &Clock,
+    accesses: &[Access],
+) {
     for access in accesses.iter().filter(|access| !access.range.is_empty()) {
         let Some(block) = heap.holding(access.range.start) else { continue };
         let owner = block.describe();
@@ -102,18 +114,22 @@ pub fn enter(heap: &mut Heap, reports: &mut Reports, name: &Arc<str>, at: Positi
             let earlier = &touch.name;
             match (touch.access.mode, access.mode, ordered) {
                 (Mode::Free, _, true) => {
-                    reports.add(Kind::UseAfterFree, format!("{name} touches {owner}, which {earlier} has freed"));
+                    reports.add(
+                        Kind::UseAfterFree,
+                        format!("{name} touches {owner}, which {earlier} has freed"),
+                    );
                 }
                 (Mode::Free, _, false) => reports.add(
                     Kind::UseAfterFree,
                     format!("{name} is not ordered before {earlier}, which frees {owner}"),
                 ),
-                (_, Mode::Free, false) => reports.add(
-                    Kind::FreeInFlight,
-                    format!("{name} frees {owner} without waiting for {earlier}"),
-                ),
+                (_, Mode::Free, false) => reports
+                    .add(Kind::FreeInFlight, format!("{name} frees {owner} without waiting for {earlier}")),
                 (Mode::Allocate, _, false) => {
-                    reports.add(Kind::Race, format!("{name} is not ordered after {earlier}, which allocates {owner}"));
+                    reports.add(
+                        Kind::Race,
+                        format!("{name} is not ordered after {earlier}, which allocates {owner}"),
+                    );
                 }
                 (_, _, false) => {
                     let (verb, then) = (verb(access.mode), verb(touch.access.mode));

@@ -51,6 +51,9 @@ impl Reports {
 
     /// A line each: the kind's name, a tab, the message.
     pub fn text(&self) -> String {
-        self.0.iter().map(|(kind, message)| format!("{}\t{}\n", kind.name(), message.replace('\n', " "))).collect()
+        self.0
+            .iter()
+            .map(|(kind, message)| format!("{}\t{}\n", kind.name(), message.replace('\n', " ")))
+            .collect()
     }
 }

@@ -1,10 +1,10 @@
 //! When queues advance: never on their own, but when somebody waits, asks, or the mode runs ahead.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use crate::abi::Outcome;
+use crate::abi::{Outcome, Status};
 use crate::nccl;
 use crate::queue::{Operation, Position, StreamId, Work};
 use crate::report::Kind;
@@ -22,17 +22,24 @@ pub enum Mode {
     Earliest,
 }
 
-#[derive(Default)]
 pub struct Scheduler {
     pub mode: Mode,
+    /// How long a thread waits for others before it gives up.
+    pub patience: Duration,
     random: u64,
     /// What was asked for last: asked again, it advances.
     polled: Option<Position>,
 }
 
+impl Default for Scheduler {
+    fn default() -> Self {
+        Scheduler::new(Mode::default(), 0)
+    }
+}
+
 impl Scheduler {
     pub fn new(mode: Mode, seed: u64) -> Self {
-        Scheduler { mode, random: seed, polled: None }
+        Scheduler { mode, patience: Duration::from_secs(30), random: seed, polled: None }
     }
 
     /// A number below `bound`, of the seed's sequence (SplitMix64).
@@ -60,26 +67,51 @@ enum Step {
 
 /// Runs what `target` needs, and blocks while another thread has to do its part.
 pub fn run_until(held: &mut Held, target: Position) -> Outcome {
+    let mut patience = Patience::new(held);
     while !held.is_done(target) {
         if held.scheduler.mode == Mode::Random {
             run_ahead(held);
+            patience.check_epoch(held)?;
             if held.is_done(target) {
                 break;
             }
         }
-        if let Step::Blocked(reason) = step(held, target.stream, &mut Vec::new()) {
-            block(held, &reason);
+        match step(held, target.stream, &mut Vec::new()) {
+            Step::Moved => patience = Patience::new(held),
+            Step::Blocked(reason) => patience.wait(held, &reason)?,
         }
     }
     Ok(())
 }
 
-/// Waits for another thread; says for what if that takes long.
-pub fn block(held: &mut Held, reason: &str) {
-    const LONG: Duration = Duration::from_secs(10);
-    if CHANGED.wait_for(held, LONG).timed_out() {
+/// A thread's waiting for others, which has an end: what never comes is an error and a finding.
+pub struct Patience {
+    epoch: u64,
+    until: Instant,
+}
+
+impl Patience {
+    pub fn new(held: &State) -> Self {
+        Patience { epoch: held.epoch, until: Instant::now() + held.scheduler.patience }
+    }
+
+    /// Waits until something may have become possible.
+    pub fn wait(&self, held: &mut Held, reason: &str) -> Outcome {
+        self.check_epoch(held)?;
+        let timed_out = CHANGED.wait_until(held, self.until).timed_out();
+        self.check_epoch(held)?;
+        if !timed_out {
+            return Ok(());
+        }
         let thread = std::thread::current();
-        eprintln!("fake-cuda: thread {:?} is blocked: {reason}", thread.name().unwrap_or("unnamed"));
+        let name = thread.name().unwrap_or("unnamed");
+        held.reports.add(Kind::Deadlock, format!("thread {name:?} waits for what does not come: {reason}"));
+        Err(Status::LAUNCH_TIMEOUT)
+    }
+
+    /// Whether the state is still the one that this thread knew.
+    fn check_epoch(&self, held: &State) -> Outcome {
+        if held.epoch == self.epoch { Ok(()) } else { Err(Status::DEINITIALIZED) }
     }
 }
 
@@ -110,16 +142,21 @@ fn run_ahead(held: &mut Held) {
     let streams = held.streams.len();
     let first = held.scheduler.draw(streams.max(1));
     for stream in (0..streams).map(|i| (first + i) % streams) {
+        if stream >= held.streams.len() {
+            return; // The test has ended while a host function ran.
+        }
         if held.scheduler.draw(16) == 0 {
             held.streams[stream].eagerness = held.scheduler.eagerness();
         }
-        while held.scheduler.draw(255) < held.streams[stream].eagerness as usize && advance(held, stream) {}
+        let eagerness = held.streams[stream].eagerness as usize;
+        while held.scheduler.draw(255) < eagerness && advance(held, stream) {}
     }
 }
 
 /// Runs what comes next on a stream, or what that needs; false if nothing can.
 fn advance(held: &mut Held, stream: StreamId) -> bool {
-    !held.streams[stream].queue.is_empty() && matches!(step(held, stream, &mut Vec::new()), Step::Moved)
+    let pending = held.streams.get(stream).is_some_and(|stream| !stream.queue.is_empty());
+    pending && matches!(step(held, stream, &mut Vec::new()), Step::Moved)
 }
 
 /// Runs the next operation of a stream, or one of those that it needs first. `path` holds the streams that wait for it.
@@ -184,8 +221,12 @@ fn execute(held: &mut Held, stream: StreamId) -> Step {
             }
         }
         Work::Host(run, _) => {
+            let epoch = held.epoch;
             held.streams[stream].running = true;
             MutexGuard::unlocked(held, run);
+            if held.epoch != epoch {
+                return Step::Blocked("the test has ended".to_owned());
+            }
             held.streams[stream].running = false;
         }
         Work::Free(start) => held.retire(start),
@@ -207,7 +248,10 @@ pub fn run_overdue_host_functions() {
         std::thread::sleep(Duration::from_millis(10));
         let mut held = crate::state::lock();
         for stream in 0..held.streams.len() {
-            while held.streams[stream].has_host_function_older_than(OVERDUE) && advance(&mut held, stream) {}
+            let overdue = |held: &State| {
+                held.streams.get(stream).is_some_and(|s| s.has_host_function_older_than(OVERDUE))
+            };
+            while overdue(&held) && advance(&mut held, stream) {}
         }
     }
 }

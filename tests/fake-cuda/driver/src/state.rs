@@ -25,7 +25,7 @@ pub fn lock() -> Held {
     STATE.lock()
 }
 
-/// What tests set about the devices, and keep over a reset.
+/// What tests set about the devices.
 pub struct Machine {
     pub devices: usize,
     /// Bytes of memory of each device.
@@ -35,7 +35,7 @@ pub struct Machine {
 
 impl Default for Machine {
     fn default() -> Self {
-        Machine { devices: 4, memory: 16 << 30, attributes: HashMap::new() }
+        Machine { devices: 8, memory: 16 << 30, attributes: HashMap::new() }
     }
 }
 
@@ -49,6 +49,8 @@ pub struct Usage {
 #[derive(Default)]
 pub struct State {
     pub machine: Machine,
+    /// How often the state was reset: a thread that let go of the lock sees whether its stream is still there.
+    pub epoch: u64,
     pub kernels: BTreeMap<String, Arc<Kernel>>,
     pub scheduler: Scheduler,
     pub reports: Reports,
@@ -112,13 +114,10 @@ impl State {
         Err(status)
     }
 
-    /// Starts anew: what callers hold is void, what tests registered and set about the machine stays.
+    /// Starts anew: what callers hold is void. The kernels that tests registered stay.
     pub fn reset(&mut self) {
-        let fresh = State {
-            machine: std::mem::take(&mut self.machine),
-            kernels: std::mem::take(&mut self.kernels),
-            ..State::default()
-        };
+        let fresh =
+            State { epoch: self.epoch + 1, kernels: std::mem::take(&mut self.kernels), ..State::default() };
         *self = fresh;
     }
 }

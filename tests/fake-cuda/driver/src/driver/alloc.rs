@@ -36,7 +36,8 @@ pub fn allocate_on_device(
     }
     held.named += 1;
     let label = held.labels.get(&crate::clock::this_thread());
-    let origin = format!("{call} #{}{}", held.named, label.map_or(String::new(), |label| format!(" ({label})")));
+    let origin =
+        format!("{call} #{}{}", held.named, label.map_or(String::new(), |label| format!(" ({label})")));
     let start = held.heap.allocate(bytes, place(device), context, origin).ok_or(Status::OUT_OF_MEMORY)?;
     let usage = held.usage.entry(device).or_default();
     usage.now += bytes;
@@ -81,7 +82,13 @@ pub fn free_now(held: &mut Held, address: usize, call: &str) -> Outcome {
     Ok(())
 }
 
-pub fn allocate_in_order(held: &mut Held, context: usize, stream: StreamId, bytes: usize, call: &str) -> Outcome<usize> {
+pub fn allocate_in_order(
+    held: &mut Held,
+    context: usize,
+    stream: StreamId,
+    bytes: usize,
+    call: &str,
+) -> Outcome<usize> {
     let start = allocate_on_device(held, context, bytes, call, Place::Device)?;
     let whole = Access { range: start..start + bytes, mode: Mode::Allocate };
     held.submit(stream, call, &[whole], Work::Nothing)?;

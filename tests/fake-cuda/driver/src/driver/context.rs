@@ -75,7 +75,11 @@ pub extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<c_uint>, active: Out<c_int>) -> Status {
+pub extern "C" fn cuDevicePrimaryCtxGetState(
+    device: c_int,
+    flags: Out<c_uint>,
+    active: Out<c_int>,
+) -> Status {
     call(|held| {
         let device = held.check_device(device)?;
         flags.set(0)?;

@@ -36,7 +36,8 @@ impl Side {
         let place = held.heap.holding(self.address()).map(|block| block.place);
         match (self, place) {
             (Side::Device(address), None | Some(Place::Host)) => {
-                held.reports.add(Kind::InvalidAccess, format!("{call} at {address:#x}, no memory of a device"));
+                held.reports
+                    .add(Kind::InvalidAccess, format!("{call} at {address:#x}, no memory of a device"));
                 Err(Status::INVALID_VALUE)
             }
             (_, place) => Ok(place.is_some()),
@@ -44,7 +45,15 @@ impl Side {
     }
 }
 
-fn copy(held: &mut Held, call: &str, stream: StreamId, to: Side, from: Side, bytes: usize, at_once: bool) -> Outcome {
+fn copy(
+    held: &mut Held,
+    call: &str,
+    stream: StreamId,
+    to: Side,
+    from: Side,
+    bytes: usize,
+    at_once: bool,
+) -> Outcome {
     if bytes == 0 {
         return Ok(());
     }
@@ -136,7 +145,14 @@ pub extern "C" fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: Raw) -
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuMemcpyPeerAsync(to: u64, _to_ctx: Raw, from: u64, _from_ctx: Raw, bytes: usize, stream: Raw) -> Status {
+pub extern "C" fn cuMemcpyPeerAsync(
+    to: u64,
+    _to_ctx: Raw,
+    from: u64,
+    _from_ctx: Raw,
+    bytes: usize,
+    stream: Raw,
+) -> Status {
     copy_in_order("cuMemcpyPeerAsync", Side::Device(to), Side::Device(from), bytes, stream)
 }
 

@@ -91,27 +91,27 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
 /// Attributes of a small device of compute capability 9.0 (`CUdevice_attribute`).
 fn default_attribute(attribute: c_int, device: c_int) -> c_int {
     match attribute {
-        1 | 2 | 3 => 1024,         // threads of a block, and along x and y
-        4 => 64,                   // threads of a block along z
-        5 => i32::MAX,             // blocks along x
-        6 | 7 => 65_535,           // blocks along y and z
-        8 => 48 << 10,             // shared memory of a block
-        10 => 32,                  // warp
-        12 | 82 => 65_536,         // registers of a block, of a multiprocessor
-        13 => 1_500_000,           // clock, kHz
-        16 => 4,                   // multiprocessors
-        19 | 31 | 41 | 78 => 1,    // maps host memory, concurrent kernels, unified addresses, stream priorities
-        33 => device + 1,          // PCI bus
-        36 => 2_000_000,           // memory clock, kHz
-        37 => 512,                 // memory bus, bits
-        38 => 4 << 20,             // L2 cache
-        39 => 2048,                // threads of a multiprocessor
-        40 => 3,                   // copy engines
-        75 => 9,                   // compute capability, major
-        76 => 0,                   // compute capability, minor
-        81 | 97 => 227 << 10,      // shared memory of a multiprocessor, of a block that opts in
-        106 => 32,                 // blocks of a multiprocessor
-        115 => 1,                  // memory pools
+        1 | 2 | 3 => 1024,      // threads of a block, and along x and y
+        4 => 64,                // threads of a block along z
+        5 => i32::MAX,          // blocks along x
+        6 | 7 => 65_535,        // blocks along y and z
+        8 => 48 << 10,          // shared memory of a block
+        10 => 32,               // warp
+        12 | 82 => 65_536,      // registers of a block, of a multiprocessor
+        13 => 1_500_000,        // clock, kHz
+        16 => 4,                // multiprocessors
+        19 | 31 | 41 | 78 => 1, // maps host memory, concurrent kernels, unified addresses, stream priorities
+        33 => device + 1,       // PCI bus
+        36 => 2_000_000,        // memory clock, kHz
+        37 => 512,              // memory bus, bits
+        38 => 4 << 20,          // L2 cache
+        39 => 2048,             // threads of a multiprocessor
+        40 => 3,                // copy engines
+        75 => 9,                // compute capability, major
+        76 => 0,                // compute capability, minor
+        81 | 97 => 227 << 10,   // shared memory of a multiprocessor, of a block that opts in
+        106 => 32,              // blocks of a multiprocessor
+        115 => 1,               // memory pools
         _ => 0,
     }
 }
@@ -135,12 +135,14 @@ const ERRORS: &[(Status, &std::ffi::CStr, &std::ffi::CStr)] = &[
     (Status::SUCCESS, c"CUDA_SUCCESS", c"no error"),
     (Status::INVALID_VALUE, c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
     (Status::OUT_OF_MEMORY, c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
+    (Status::DEINITIALIZED, c"CUDA_ERROR_DEINITIALIZED", c"driver shutting down"),
     (Status::INVALID_IMAGE, c"CUDA_ERROR_INVALID_IMAGE", c"device kernel image is invalid"),
     (Status::INVALID_DEVICE, c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
     (Status::INVALID_CONTEXT, c"CUDA_ERROR_INVALID_CONTEXT", c"invalid device context"),
     (Status::INVALID_HANDLE, c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
     (Status::NOT_FOUND, c"CUDA_ERROR_NOT_FOUND", c"named symbol not found"),
     (Status::NOT_READY, c"CUDA_ERROR_NOT_READY", c"device not ready"),
+    (Status::LAUNCH_TIMEOUT, c"CUDA_ERROR_LAUNCH_TIMEOUT", c"the launch timed out and was terminated"),
     (Status::NOT_SUPPORTED, c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
 ];
 
@@ -156,7 +158,11 @@ pub extern "C" fn cuGetErrorString(error: Status, text: Out<*const c_char>) -> S
 
 type Entry = (Status, &'static std::ffi::CStr, &'static std::ffi::CStr);
 
-fn describe_error(error: Status, text: &Out<*const c_char>, part: fn(&Entry) -> &'static std::ffi::CStr) -> Status {
+fn describe_error(
+    error: Status,
+    text: &Out<*const c_char>,
+    part: fn(&Entry) -> &'static std::ffi::CStr,
+) -> Status {
     let entry = ERRORS.iter().find(|entry| entry.0 == error);
     let found = text.set(entry.map_or(std::ptr::null(), |entry| part(entry).as_ptr()));
     if entry.is_some() && found.is_ok() { Status::SUCCESS } else { Status::INVALID_VALUE }

@@ -40,9 +40,10 @@ pub extern "C" fn cuEventCreate(event: Out<Raw>, flags: c_uint) -> Status {
     call(|held| {
         let context = current_context(held)?;
         let index = held.events.len();
+        let name = format!("event {index} of device {}", held.contexts[context].device);
         held.events.push(Event {
             context,
-            name: format!("event {index} of device {}", held.contexts[context].device),
+            name,
             timed: flags & DISABLE_TIMING == 0,
             destroyed: false,
             recorded: None,

@@ -64,12 +64,15 @@ fn accesses_of(kernel: &Kernel, launch: &Launch) -> Vec<Access> {
 /// The shape of a launch, if a device could run it.
 fn check_shape(held: &mut State, name: &str, grid: [u32; 3], block: [u32; 3]) -> Outcome {
     let threads = block.iter().map(|n| u64::from(*n)).product::<u64>();
-    let possible = grid.iter().all(|n| *n > 0) && (1..=1024).contains(&threads) && grid[1].max(grid[2]) <= 65_535;
+    let possible =
+        grid.iter().all(|n| *n > 0) && (1..=1024).contains(&threads) && grid[1].max(grid[2]) <= 65_535;
     match possible {
         true => Ok(()),
         false => held.misuse(
             Status::INVALID_VALUE,
-            format!("kernel {name} is launched with {grid:?} blocks of {block:?} threads, which no device runs"),
+            format!(
+                "kernel {name} is launched with {grid:?} blocks of {block:?} threads, which no device runs"
+            ),
         ),
     }
 }
@@ -116,7 +119,8 @@ pub extern "C" fn cuLaunchKernel(
 ) -> Status {
     call(|held| {
         if extra != 0 {
-            return held.misuse(Status::NOT_SUPPORTED, "cuLaunchKernel with packed parameters (`extra`)".to_owned());
+            return held
+                .misuse(Status::NOT_SUPPORTED, "cuLaunchKernel with packed parameters (`extra`)".to_owned());
         }
         let shape = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
         launch(held, function, shape, shared_bytes, stream, &params)

@@ -93,7 +93,8 @@ pub extern "C" fn cuModuleGetFunction(function: Out<Raw>, module: Raw, name: Tex
             return Err(Status::NOT_FOUND);
         }
         if !held.kernels.contains_key(&name) {
-            held.reports.add(Kind::Unsupported, format!("kernel {name} is looked up, and no test has registered it"));
+            held.reports
+                .add(Kind::Unsupported, format!("kernel {name} is looked up, and no test has registered it"));
             return Err(Status::NOT_FOUND);
         }
         held.functions.push(Function { name });

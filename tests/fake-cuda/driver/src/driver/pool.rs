@@ -86,7 +86,10 @@ pub extern "C" fn cuMemPoolGetAttribute(pool: Raw, attribute: c_int, value: Out<
     const USED_PEAK: c_int = 8;
     call(|held| {
         let index = find(held, pool)?;
-        let usage = held.pools[index].default_of.and_then(|device| held.usage.get(&device).copied()).unwrap_or_default();
+        let usage = held.pools[index]
+            .default_of
+            .and_then(|device| held.usage.get(&device).copied())
+            .unwrap_or_default();
         let set = held.pools[index].attributes.get(&attribute).copied();
         let read = match attribute {
             USED_NOW => usage.now as u64,

@@ -132,7 +132,7 @@ impl Reduction {
     /// What a rank's values are scaled by.
     pub fn scale(self) -> Option<Value> {
         match self {
-            Reduction::Made(RedOp::Scale(value, _)) => Some(value),
+            Reduction::Made(RedOp::Scale(value)) => Some(value),
             Reduction::Made(RedOp::ScaleAt(address, dtype)) => dtype.read(&In::at(address)).ok(),
             _ => None,
         }

@@ -79,15 +79,17 @@ impl Part {
     fn overlaps(&self) -> bool {
         let (sent, received) = (self.sent_bytes(), self.received_bytes());
         let apart = self.send + sent <= self.receive || self.receive + received <= self.send;
-        let in_place = self.in_place_offset().is_some_and(|(into_receive, into_send)| {
-            self.send + into_send == self.receive + into_receive
-        });
+        let in_place = self
+            .in_place_offset()
+            .is_some_and(|(into_receive, into_send)| self.send + into_send == self.receive + into_receive);
         sent > 0 && received > 0 && !apart && !in_place
     }
 
     pub fn accesses(&self) -> Vec<Access> {
-        let mut accesses =
-            vec![Access::read(self.send, self.sent_bytes()), Access::write(self.receive, self.received_bytes())];
+        let mut accesses = vec![
+            Access::read(self.send, self.sent_bytes()),
+            Access::write(self.receive, self.received_bytes()),
+        ];
         if let Reduction::Made(RedOp::ScaleAt(address, dtype)) = self.reduction {
             accesses.push(Access::read(address, dtype.bytes()));
         }
@@ -110,7 +112,9 @@ impl Part {
     /// What the ranks of a collective have to agree on.
     pub fn describe(&self) -> String {
         let reduction = match self.verb {
-            Verb::AllReduce | Verb::ReduceScatter | Verb::Reduce { .. } => format!(", {}", self.reduction.name()),
+            Verb::AllReduce | Verb::ReduceScatter | Verb::Reduce { .. } => {
+                format!(", {}", self.reduction.name())
+            }
             _ => String::new(),
         };
         format!("{} of {} {:?}{reduction}", self.name(), self.count, self.dtype)
@@ -197,7 +201,14 @@ fn rank_of(rank: c_int, ranks: usize) -> Answer<usize> {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclAllGather(send: Raw, receive: Raw, count: usize, dtype: c_int, comm: Raw, stream: Raw) -> Code {
+pub extern "C" fn ncclAllGather(
+    send: Raw,
+    receive: Raw,
+    count: usize,
+    dtype: c_int,
+    comm: Raw,
+    stream: Raw,
+) -> Code {
     issue(|_| Ok(Verb::AllGather), Arguments { send, receive, count, dtype, op: SUM, comm, stream })
 }
 
@@ -257,18 +268,39 @@ pub extern "C" fn ncclBroadcast(
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclAlltoAll(send: Raw, receive: Raw, count: usize, dtype: c_int, comm: Raw, stream: Raw) -> Code {
+pub extern "C" fn ncclAlltoAll(
+    send: Raw,
+    receive: Raw,
+    count: usize,
+    dtype: c_int,
+    comm: Raw,
+    stream: Raw,
+) -> Code {
     issue(|_| Ok(Verb::AllToAll), Arguments { send, receive, count, dtype, op: SUM, comm, stream })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclSend(send: Raw, count: usize, dtype: c_int, peer: c_int, comm: Raw, stream: Raw) -> Code {
+pub extern "C" fn ncclSend(
+    send: Raw,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: Raw,
+    stream: Raw,
+) -> Code {
     let verb = |ranks| Ok(Verb::Send { to: rank_of(peer, ranks)? });
     issue(verb, Arguments { send, receive: 0, count, dtype, op: SUM, comm, stream })
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclRecv(receive: Raw, count: usize, dtype: c_int, peer: c_int, comm: Raw, stream: Raw) -> Code {
+pub extern "C" fn ncclRecv(
+    receive: Raw,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: Raw,
+    stream: Raw,
+) -> Code {
     let verb = |ranks| Ok(Verb::Receive { from: rank_of(peer, ranks)? });
     issue(verb, Arguments { send: 0, receive, count, dtype, op: SUM, comm, stream })
 }

@@ -14,7 +14,7 @@ use crate::abi::{In, Out, Raw};
 use crate::driver::current_context;
 use crate::queue::Work;
 use crate::report::Kind;
-use crate::scheduler;
+use crate::scheduler::{self, Patience};
 use crate::state::{CHANGED, Held, State, Tag};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,9 +144,10 @@ pub fn wait_until_formed(held: &mut Held, comm: usize) -> Answer {
         let forming = held.nccl.comms[comm].life == Life::Forming;
         return if forming { Err(Code::IN_PROGRESS) } else { Ok(()) };
     }
+    let patience = Patience::new(held);
     while held.nccl.comms[comm].life == Life::Forming {
-        let reason = format!("{} waits for the other ranks to join", held.nccl.comms[comm].name);
-        scheduler::block(held, &reason);
+        let reason = format!("{} lacks ranks that have not joined", held.nccl.comms[comm].name);
+        patience.wait(held, &reason)?;
     }
     Ok(())
 }
@@ -242,12 +243,19 @@ pub extern "C" fn ncclCommInitAll(comms: Out<Raw>, size: c_int, devices: In<c_in
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclCommSplit(comm: Raw, color: c_int, key: c_int, new: Out<Raw>, config: In<Config>) -> Code {
+pub extern "C" fn ncclCommSplit(
+    comm: Raw,
+    color: c_int,
+    key: c_int,
+    new: Out<Raw>,
+    config: In<Config>,
+) -> Code {
     const NO_COLOR: c_int = -1;
     call(|held| {
         let parent = held.find_comm(comm)?;
         group::check_settled(held, parent, "ncclCommSplit")?;
-        let blocking = Config::blocking(held, &config, held.nccl.comms[parent].blocking)?;
+        let inherited = held.nccl.comms[parent].blocking;
+        let blocking = Config::blocking(held, &config, inherited)?;
         let (clique, rank) = (held.nccl.comms[parent].clique, held.nccl.comms[parent].rank);
         // Which clique it gets is known when all ranks have come.
         let child = add(held, clique, rank, blocking)?;
@@ -383,8 +391,9 @@ fn finish(held: &mut Held, comm: usize) -> Answer {
 impl State {
     /// Whether operations of a communicator are queued.
     fn has_unfinished_launches(&self, comm: usize) -> bool {
-        self.streams.iter().flat_map(|stream| &stream.queue).any(
-            |op| matches!(op.work, Work::Launch(launch) if self.nccl.launches[launch].concerns(comm)),
-        )
+        self.streams
+            .iter()
+            .flat_map(|stream| &stream.queue)
+            .any(|op| matches!(op.work, Work::Launch(launch) if self.nccl.launches[launch].concerns(comm)))
     }
 }

@@ -91,7 +91,8 @@ pub fn drop_held_back(held: &mut Held, comm: usize) {
 /// Refuses a call on a communicator whose last one is still in progress.
 pub fn check_settled(held: &mut Held, comm: usize, name: &str) -> Answer {
     if held.nccl.held_back.iter().any(|batch| batch.concerns(comm)) {
-        let message = format!("{name} on {} before its last call is out of progress", held.nccl.comms[comm].name);
+        let message =
+            format!("{name} on {} before its last call is out of progress", held.nccl.comms[comm].name);
         return held.nccl_misuse(Code::INVALID_USAGE, message);
     }
     Ok(())

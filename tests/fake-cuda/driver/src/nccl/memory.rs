@@ -36,7 +36,8 @@ fn register(held: &mut Held, comm: Raw, start: usize, bytes: usize, window: bool
     };
     if !accepted {
         let kind = if window { "a window" } else { "a buffer" };
-        let message = format!("{bytes} bytes registered as {kind} of {name} that are not from the right allocator");
+        let message =
+            format!("{bytes} bytes registered as {kind} of {name} that are not from the right allocator");
         return held.nccl_misuse(Code::INVALID_ARGUMENT, message);
     }
     let this = &mut held.nccl.comms[comm];
@@ -71,7 +72,13 @@ pub extern "C" fn ncclCommDeregister(comm: Raw, handle: Raw) -> Code {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclCommWindowRegister(comm: Raw, buffer: Raw, bytes: usize, window: Out<Raw>, _flags: c_int) -> Code {
+pub extern "C" fn ncclCommWindowRegister(
+    comm: Raw,
+    buffer: Raw,
+    bytes: usize,
+    window: Out<Raw>,
+    _flags: c_int,
+) -> Code {
     call(|held| {
         let registration = register(held, comm, buffer, bytes, true)?;
         Ok(window.set(registration)?)

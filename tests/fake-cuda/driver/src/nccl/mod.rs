@@ -111,9 +111,10 @@ impl State {
                 let name = self.nccl.comms[index].name.clone();
                 self.nccl_misuse(Code::INVALID_ARGUMENT, format!("{name} is used after it was destroyed"))
             }
-            None => {
-                self.nccl_misuse(Code::INVALID_ARGUMENT, format!("{raw:#x} is used as a communicator, and is none"))
-            }
+            None => self.nccl_misuse(
+                Code::INVALID_ARGUMENT,
+                format!("{raw:#x} is used as a communicator, and is none"),
+            ),
         }
     }
 }

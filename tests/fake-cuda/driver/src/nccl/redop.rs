@@ -12,7 +12,7 @@ use crate::state::State;
 /// A reduction that a communicator's user has made: the scale is known now, or lies on the device.
 #[derive(Clone, Copy)]
 pub enum RedOp {
-    Scale(Value, Type),
+    Scale(Value),
     ScaleAt(usize, Type),
 }
 
@@ -79,7 +79,7 @@ pub extern "C" fn ncclRedOpCreatePreMulSum(
         let made = if residence == ON_DEVICE {
             RedOp::ScaleAt(scalar.address(), dtype)
         } else {
-            RedOp::Scale(dtype.read(&scalar)?, dtype)
+            RedOp::Scale(dtype.read(&scalar)?)
         };
         let redops = &mut held.nccl.comms[comm].redops;
         redops.push(Some(made));

@@ -77,7 +77,8 @@ pub fn submit(held: &mut Held, parts: Vec<(StreamId, Part)>) -> Answer {
         }
     }
     for stream in streams {
-        let here = parts.iter().filter(|(s, _)| *s == stream).map(|(_, part)| part.clone()).collect::<Vec<_>>();
+        let here =
+            parts.iter().filter(|(s, _)| *s == stream).map(|(_, part)| part.clone()).collect::<Vec<_>>();
         submit_on(held, stream, here)?;
     }
     group::launched(held);
@@ -163,13 +164,22 @@ pub fn progress(held: &mut Held, launch: usize) -> Progress {
 
 fn start(held: &mut Held, launch: usize) {
     for (meeting, part) in held.nccl.launches[launch].parts.clone() {
-        let clique = &mut held.nccl.cliques[held.nccl.comms[part.comm].clique];
+        let clique = held.nccl.comms[part.comm].clique;
+        let clique = &mut held.nccl.cliques[clique];
         let entry = match meeting {
             Meeting::Never => None,
-            Meeting::Round(number) => clique.rounds.get_mut(&number).and_then(|r| r.entries[part.rank].as_mut()),
+            Meeting::Round(number) => {
+                clique.rounds.get_mut(&number).and_then(|r| r.entries[part.rank].as_mut())
+            }
             Meeting::Mail { from, to, number } => {
                 let mail = clique.mail.get_mut(&(from, to, number));
-                mail.and_then(|m| if part.rank == from && matches!(part.verb, Verb::Send { .. }) { m.sender.as_mut() } else { m.receiver.as_mut() })
+                mail.and_then(|m| {
+                    if part.rank == from && matches!(part.verb, Verb::Send { .. }) {
+                        m.sender.as_mut()
+                    } else {
+                        m.receiver.as_mut()
+                    }
+                })
             }
         };
         if let Some(entry) = entry {
