@@ -37,6 +37,14 @@ impl Access {
     }
 }
 
+impl Access {
+    /// Whether the two share bytes, and not only to read them.
+    pub fn conflicts(&self, other: &Access) -> bool {
+        let overlap = self.range.start < other.range.end && other.range.start < self.range.end;
+        overlap && !(self.mode == Mode::Read && other.mode == Mode::Read)
+    }
+}
+
 /// A past access to a block.
 pub struct Touch {
     access: Access,
@@ -109,7 +117,7 @@ pub fn enter(
         {
             reports.add(Kind::UseAfterFree, format!("{name} touches {owner}, which {free} has freed"));
         }
-        for touch in block.touches.iter().filter(|touch| touch.conflicts(access)) {
+        for touch in block.touches.iter().filter(|touch| touch.at != at && touch.conflicts(access)) {
             let ordered = clock.knows(touch.at);
             let earlier = &touch.name;
             match (touch.access.mode, access.mode, ordered) {

@@ -76,7 +76,7 @@ pub fn run_until(held: &mut Held, target: Position) -> Outcome {
                 break;
             }
         }
-        match step(held, target.stream, &mut Vec::new()) {
+        match step(held, target, &mut Vec::new()) {
             Step::Moved => patience = Patience::new(held),
             Step::Blocked(reason) => patience.wait(held, &reason)?,
         }
@@ -121,7 +121,7 @@ pub fn poll(held: &mut Held, target: Position) -> bool {
         return true;
     }
     if held.scheduler.mode != Mode::Latest || held.scheduler.polled == Some(target) {
-        step(held, target.stream, &mut Vec::new());
+        step(held, target, &mut Vec::new());
     }
     held.scheduler.polled = Some(target);
     false
@@ -155,38 +155,57 @@ fn run_ahead(held: &mut Held) {
 
 /// Runs what comes next on a stream, or what that needs; false if nothing can.
 fn advance(held: &mut Held, stream: StreamId) -> bool {
-    let pending = held.streams.get(stream).is_some_and(|stream| !stream.queue.is_empty());
-    pending && matches!(step(held, stream, &mut Vec::new()), Step::Moved)
+    let next = held.streams.get(stream).filter(|stream| !stream.queue.is_empty()).map(|stream| stream.done + 1);
+    next.is_some_and(|index| matches!(step(held, Position { stream, index }, &mut Vec::new()), Step::Moved))
 }
 
-/// Runs the next operation of a stream, or one of those that it needs first. `path` holds the streams that wait for it.
-fn step(held: &mut Held, stream: StreamId, path: &mut Vec<StreamId>) -> Step {
-    if path.contains(&stream) {
+/// Runs one operation on the way to `target`: of its stream, or of those that this needs. `path` holds the operations
+/// that wait for `target`.
+fn step(held: &mut Held, target: Position, path: &mut Vec<Position>) -> Step {
+    let stream = target.stream;
+    if path.iter().any(|waiting| waiting.stream == stream && waiting.index <= target.index) {
         return deadlock(held, path);
     }
     let this = &held.streams[stream];
     if this.running {
         return Step::Blocked(format!("a host function runs on {}", this.name));
     }
-    let Some(next) = this.queue.front() else {
-        return Step::Blocked(format!("nothing is queued on {}", this.name));
+    let head = Position { stream, index: this.done + 1 };
+    // What a later wait on the way needs comes first, and the stream's own operations after it: those are as late as
+    // they can be when somebody has forgotten to wait for them.
+    let ahead = held.scheduler.mode == Mode::Latest;
+    let on_the_way = if ahead { target.index - this.done } else { 1 };
+    let waits = this.queue.iter().zip(head.index..).take(on_the_way as usize);
+    let wait = waits.into_iter().find_map(|(op, index)| match op.work {
+        Work::Wait(position) if !held.is_done(position) => Some((Position { stream, index }, position)),
+        _ => None,
+    });
+    if let Some((waiting, position)) = wait {
+        path.push(waiting);
+        let step = step(held, position, path);
+        path.pop();
+        return step;
+    }
+    let Some(next) = held.streams[stream].queue.front() else {
+        return Step::Blocked(format!("nothing is queued on {}", held.streams[stream].name));
     };
-    path.push(stream);
-    let step = match next.work {
-        Work::Wait(position) if !held.is_done(position) => step(held, position.stream, path),
-        Work::Launch(launch) => step_launch(held, stream, launch, path),
+    match next.work {
+        Work::Launch(launch) => {
+            path.push(head);
+            let step = step_launch(held, stream, launch, path);
+            path.pop();
+            step
+        }
         _ => execute(held, stream),
-    };
-    path.pop();
-    step
+    }
 }
 
-fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<StreamId>) -> Step {
+fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<Position>) -> Step {
     match nccl::progress(held, launch) {
         nccl::Progress::Complete => execute(held, stream),
-        nccl::Progress::Needs { streams, absent } => {
+        nccl::Progress::Needs { peers, absent } => {
             let mut reason = absent;
-            for peer in streams {
+            for peer in peers {
                 match step(held, peer, path) {
                     Step::Moved => return Step::Moved,
                     Step::Blocked(why) => reason = why,
@@ -197,10 +216,13 @@ fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<
     }
 }
 
-/// Streams that wait for each other in a circle: whatever is submitted later, they stay.
-fn deadlock(held: &mut Held, path: &[StreamId]) -> Step {
-    let heads = path.iter().filter_map(|stream| held.streams[*stream].queue.front());
-    let names = heads.map(|head| head.name.to_string()).collect::<Vec<_>>().join(", which waits for ");
+/// Operations that wait for each other in a circle: whatever is submitted later, they stay until one is aborted.
+fn deadlock(held: &mut Held, path: &[Position]) -> Step {
+    let name = |waiting: &Position| {
+        let stream = &held.streams[waiting.stream];
+        stream.queue.get((waiting.index - stream.done - 1) as usize).map(|op| op.name.to_string())
+    };
+    let names = path.iter().filter_map(name).collect::<Vec<_>>().join(", which waits for ");
     let message = format!("{names}, which waits for the first");
     held.reports.add(Kind::Deadlock, message.clone());
     Step::Blocked(format!("deadlock: {message}"))

@@ -147,7 +147,7 @@ pub fn wait_until_formed(held: &mut Held, comm: usize) -> Answer {
     let patience = Patience::new(held);
     while held.nccl.comms[comm].life == Life::Forming {
         let reason = format!("{} lacks ranks that have not joined", held.nccl.comms[comm].name);
-        patience.wait(held, &reason)?;
+        patience.wait(held, &reason).map_err(|_| Code::SYSTEM_ERROR)?;
     }
     Ok(())
 }

@@ -28,6 +28,7 @@ pub struct Code(pub c_int);
 impl Code {
     pub const SUCCESS: Code = Code(0);
     pub const CUDA_ERROR: Code = Code(1);
+    pub const SYSTEM_ERROR: Code = Code(2);
     pub const INVALID_ARGUMENT: Code = Code(4);
     pub const INVALID_USAGE: Code = Code(5);
     pub const REMOTE_ERROR: Code = Code(6);

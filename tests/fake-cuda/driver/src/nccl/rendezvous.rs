@@ -37,16 +37,23 @@ enum Meeting {
 #[derive(Clone)]
 pub struct Entry {
     launch: usize,
-    stream: StreamId,
     part: Part,
     started: bool,
+}
+
+/// What each part gets once all have arrived, until its own stream takes it.
+#[derive(Default)]
+enum Results {
+    #[default]
+    Pending,
+    Of(Vec<Option<Vec<u8>>>),
 }
 
 /// A collective: the parts by rank.
 #[derive(Default)]
 pub struct Round {
     entries: Vec<Option<Entry>>,
-    done: bool,
+    results: Results,
 }
 
 /// A message: its sender's part and its receiver's.
@@ -54,15 +61,15 @@ pub struct Round {
 pub struct Message {
     sender: Option<Entry>,
     receiver: Option<Entry>,
-    done: bool,
+    results: Results,
 }
 
 /// What a launch at the head of its stream is waiting for.
 pub enum Progress {
     Complete,
     Needs {
-        /// Streams that have to come to parts which are queued.
-        streams: Vec<StreamId>,
+        /// Parts which are queued, and whose streams have to come to them.
+        peers: Vec<Position>,
         /// What nobody has queued, in words.
         absent: String,
     },
@@ -90,17 +97,29 @@ fn submit_on(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Answer {
     let accesses = parts.iter().flat_map(Part::accesses).collect::<Vec<_>>();
     let launch = held.nccl.launches.len();
     let at = held.submit(stream, &names, &accesses, Work::Launch(launch))?;
-    let parts = parts.into_iter().map(|part| (enter(held, launch, stream, &part), part)).collect();
+    check_apart(held, &names, &parts);
+    let parts = parts.into_iter().map(|part| (enter(held, launch, &part), part)).collect();
     held.nccl.launches.push(Launch { parts, at: Some(at), started: false });
     Ok(())
 }
 
+/// Reports calls of one group that touch the same bytes: nothing orders them.
+fn check_apart(held: &mut State, names: &str, parts: &[Part]) {
+    let conflict = |(i, part): (usize, &Part)| {
+        let others = parts[..i].iter().flat_map(Part::accesses).collect::<Vec<_>>();
+        part.accesses().iter().any(|access| others.iter().any(|other| other.conflicts(access)))
+    };
+    if parts.iter().enumerate().any(conflict) {
+        held.reports.add(Kind::Race, format!("{names}, of one group, touch the same bytes"));
+    }
+}
+
 /// Puts a part where the other ranks' parts will find it.
-fn enter(held: &mut State, launch: usize, stream: StreamId, part: &Part) -> Meeting {
+fn enter(held: &mut State, launch: usize, part: &Part) -> Meeting {
     if held.is_lost(part) {
         return Meeting::Never;
     }
-    let entry = Entry { launch, stream, part: part.clone(), started: false };
+    let entry = Entry { launch, part: part.clone(), started: false };
     let comm = &mut held.nccl.comms[part.comm];
     let clique = &mut held.nccl.cliques[comm.clique];
     match part.verb {
@@ -150,15 +169,15 @@ pub fn progress(held: &mut Held, launch: usize) -> Progress {
         held.nccl.launches[launch].started = true;
         start(held, launch);
     }
-    let mut streams = Vec::new();
+    let mut peers = Vec::new();
     let mut absent = Vec::new();
     let mut complete = true;
     for (meeting, part) in held.nccl.launches[launch].parts.clone() {
-        complete &= is_met(held, meeting, &part, &mut streams, &mut absent);
+        complete &= is_met(held, meeting, &part, &mut peers, &mut absent);
     }
     match complete {
         true => Progress::Complete,
-        false => Progress::Needs { streams, absent: absent.join(", ") },
+        false => Progress::Needs { peers, absent: absent.join(", ") },
     }
 }
 
@@ -189,12 +208,12 @@ fn start(held: &mut Held, launch: usize) {
     }
 }
 
-/// Whether a part is done; if its counterparts are queued, the streams they are on, and who is absent.
+/// Whether a part is done; if its counterparts are queued, where, and who is absent.
 fn is_met(
     held: &mut Held,
     meeting: Meeting,
     part: &Part,
-    streams: &mut Vec<StreamId>,
+    peers: &mut Vec<Position>,
     absent: &mut Vec<String>,
 ) -> bool {
     if held.nccl.comms[part.comm].life == Life::Aborted {
@@ -202,61 +221,69 @@ fn is_met(
     }
     let clique = held.nccl.comms[part.comm].clique;
     let rounds = &held.nccl.cliques[clique];
-    let (done, entries, missing) = match meeting {
-        Meeting::Never => (false, Vec::new(), "it is lost, as the test asked".to_owned()),
+    let (index, pending, entries, missing) = match meeting {
+        Meeting::Never => {
+            absent.push("it is lost, as the test asked".to_owned());
+            return false;
+        }
         Meeting::Round(number) => {
             let round = &rounds.rounds[&number];
             let missing = (0..part.ranks).filter(|rank| round.entries[*rank].is_none());
             let ranks = missing.map(|rank| rank.to_string()).collect::<Vec<_>>().join(", ");
             let missing = format!("collective {number} lacks the call of rank {ranks}");
-            (round.done, round.entries.clone(), missing)
+            (part.rank, matches!(round.results, Results::Pending), round.entries.clone(), missing)
         }
         Meeting::Mail { from, to, number } => {
             let mail = &rounds.mail[&(from, to, number)];
             let missing = format!("message {number} from rank {from} to rank {to} lacks one side");
-            (mail.done, vec![mail.sender.clone(), mail.receiver.clone()], missing)
+            let index = usize::from(matches!(part.verb, Verb::Receive { .. }));
+            let entries = vec![mail.sender.clone(), mail.receiver.clone()];
+            (index, matches!(mail.results, Results::Pending), entries, missing)
         }
     };
-    if done {
-        return true;
+    if pending {
+        if entries.iter().any(Option::is_none) {
+            absent.push(missing);
+        }
+        let waiting = entries.iter().flatten().filter(|entry| !entry.started);
+        peers.extend(waiting.filter_map(|entry| held.nccl.launches[entry.launch].at));
+        let all = entries.into_iter().map(|entry| entry.filter(|e| e.started)).collect::<Option<Vec<_>>>();
+        let Some(all) = all else { return false };
+        let parts = all.into_iter().map(|entry| entry.part).collect::<Vec<_>>();
+        *results(held, clique, meeting) = Results::Of(exchange(held, &parts));
     }
-    if matches!(meeting, Meeting::Never) || entries.iter().any(Option::is_none) {
-        absent.push(missing);
-    }
-    let waiting = entries.iter().flatten().filter(|entry| !entry.started);
-    streams.extend(waiting.map(|entry| entry.stream));
-    let all = entries.into_iter().map(|entry| entry.filter(|e| e.started)).collect::<Option<Vec<_>>>();
-    let Some(all) = all.filter(|all| !all.is_empty()) else { return false };
-    exchange(held, &all.into_iter().map(|entry| entry.part).collect::<Vec<_>>());
-    let clique = &mut held.nccl.cliques[clique];
-    match meeting {
-        Meeting::Never => {}
-        Meeting::Round(number) => clique.rounds.entry(number).or_default().done = true,
-        Meeting::Mail { from, to, number } => clique.mail.entry((from, to, number)).or_default().done = true,
+    // Each rank gets its values when its own stream is run, however early the others were.
+    let taken = match results(held, clique, meeting) {
+        Results::Of(results) => results[index].take(),
+        Results::Pending => None,
+    };
+    if let Some(values) = taken {
+        write(held, part, &values);
     }
     true
 }
 
-/// Moves the data of one collective or message, whose parts have all arrived.
-fn exchange(held: &mut Held, parts: &[Part]) {
+fn results(held: &mut Held, clique: usize, meeting: Meeting) -> &mut Results {
+    let clique = &mut held.nccl.cliques[clique];
+    match meeting {
+        Meeting::Round(number) => &mut clique.rounds.entry(number).or_default().results,
+        Meeting::Mail { from, to, number } => &mut clique.mail.entry((from, to, number)).or_default().results,
+        Meeting::Never => unreachable!("a lost part meets nobody"),
+    }
+}
+
+/// What each part of one collective or message gets, all of which have arrived: nothing if they disagree.
+fn exchange(held: &mut Held, parts: &[Part]) -> Vec<Option<Vec<u8>>> {
     if let Some(message) = disagreement(parts) {
         held.reports.add(Kind::Mismatch, message);
         for part in parts {
             held.nccl.comms[part.comm].error = Code::INVALID_USAGE;
         }
-        return;
+        return vec![None; parts.len()];
     }
-    let mapped = parts.iter().flat_map(Part::accesses).all(|access| held.heap.is_mapped(&access.range));
-    if !mapped {
-        let message = format!("{} ran after its memory was given back", parts[0].name());
-        held.reports.add(Kind::UseAfterFree, message);
-        return;
-    }
-    // In place, what one rank gets lies over what it hands in: all is read before anything is written.
-    let sent = parts.iter().map(|part| read(part.send, part.sent_bytes())).collect::<Vec<_>>();
-    for (index, part) in parts.iter().enumerate() {
-        write(part.receive, &received(parts, &sent, index));
-    }
+    let sent = parts.iter().map(|part| read(held, part)).collect::<Option<Vec<_>>>();
+    let Some(sent) = sent else { return vec![None; parts.len()] };
+    (0..parts.len()).map(|index| Some(received(parts, &sent, index))).collect()
 }
 
 /// How the calls of the ranks differ, if they do.
@@ -304,18 +331,31 @@ fn reduced(parts: &[Part], sent: &[Vec<u8>], offset: usize) -> Vec<u8> {
     (0..count).flat_map(element).collect()
 }
 
-fn read(start: usize, bytes: usize) -> Vec<u8> {
+/// What a part hands in.
+fn read(held: &mut Held, part: &Part) -> Option<Vec<u8>> {
+    let (start, bytes) = (part.send, part.sent_bytes());
+    check_mapped(held, part)?;
     let mut values = vec![0; bytes];
     if bytes > 0 {
-        // SAFETY: `exchange` has checked that all bytes that a part hands in are mapped.
+        // SAFETY: all that a part hands in is mapped.
         unsafe { std::ptr::copy_nonoverlapping(start as *const u8, values.as_mut_ptr(), bytes) };
     }
-    values
+    Some(values)
 }
 
-fn write(start: usize, values: &[u8]) {
-    if !values.is_empty() {
-        // SAFETY: `exchange` has checked that all bytes that a part gets are mapped.
-        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), start as *mut u8, values.len()) };
+/// Sets what a part gets.
+fn write(held: &mut Held, part: &Part, values: &[u8]) {
+    if !values.is_empty() && check_mapped(held, part).is_some() {
+        // SAFETY: all that a part gets is mapped.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), part.receive as *mut u8, values.len()) };
     }
+}
+
+/// Reports a part whose memory was given back.
+fn check_mapped(held: &mut Held, part: &Part) -> Option<()> {
+    let mapped = part.accesses().iter().all(|access| held.heap.is_mapped(&access.range));
+    if !mapped {
+        held.reports.add(Kind::UseAfterFree, format!("{} ran after its memory was given back", part.name()));
+    }
+    mapped.then_some(())
 }
