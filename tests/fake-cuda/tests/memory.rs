@@ -151,7 +151,8 @@ fn what_is_not_freed_is_a_leak() -> Result<(), DriverError> {
 
 /// The panic of a session that ends with findings.
 fn end_of(session: Session) -> String {
-    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(session))).expect_err("findings");
+    let panic =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(session))).expect_err("findings");
     panic.downcast_ref::<String>().cloned().unwrap_or_default()
 }
 

@@ -20,7 +20,8 @@ fn context(device: usize) -> Result<Arc<CudaContext>, DriverError> {
 fn relay(waits: [bool; 2]) -> Result<Vec<f32>, DriverError> {
     let context = context(0)?;
     let streams = [context.new_stream()?, context.new_stream_with_priority(-5)?, context.new_stream()?];
-    let mut buffers = streams.iter().map(|stream| stream.clone_htod(&[0.0; N])).collect::<Result<Vec<_>, _>>()?;
+    let mut buffers =
+        streams.iter().map(|stream| stream.clone_htod(&[0.0; N])).collect::<Result<Vec<_>, _>>()?;
     context.synchronize()?;
     streams[0].memcpy_htod(&[1.0; N], &mut buffers[0])?;
     for next in 1..3 {
@@ -206,7 +207,8 @@ fn pinned_memory_is_written_in_stream_order() -> Result<(), DriverError> {
 }
 
 #[test]
-fn copies_from_pageable_memory_take_the_values_at_once_and_from_pinned_memory_late() -> Result<(), DriverError> {
+fn copies_from_pageable_memory_take_the_values_at_once_and_from_pinned_memory_late() -> Result<(), DriverError>
+{
     let _session = Session::new(Schedule::Latest);
     let context = context(0)?;
     let stream = context.new_stream()?;
@@ -234,7 +236,11 @@ fn host_functions_run_in_stream_order_and_may_be_waited_for_by_other_means() -> 
     fn launch(stream: &CudaStream) -> Result<(), DriverError> {
         // SAFETY: the function takes no data.
         unsafe {
-            cudarc::driver::result::stream::launch_host_function(stream.cu_stream(), note, std::ptr::null_mut())
+            cudarc::driver::result::stream::launch_host_function(
+                stream.cu_stream(),
+                note,
+                std::ptr::null_mut(),
+            )
         }
     }
     let _session = Session::new(Schedule::Latest);

@@ -155,7 +155,8 @@ fn run_ahead(held: &mut Held) {
 
 /// Runs what comes next on a stream, or what that needs; false if nothing can.
 fn advance(held: &mut Held, stream: StreamId) -> bool {
-    let next = held.streams.get(stream).filter(|stream| !stream.queue.is_empty()).map(|stream| stream.done + 1);
+    let next =
+        held.streams.get(stream).filter(|stream| !stream.queue.is_empty()).map(|stream| stream.done + 1);
     next.is_some_and(|index| matches!(step(held, Position { stream, index }, &mut Vec::new()), Step::Moved))
 }
 
@@ -206,13 +207,26 @@ fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<
         nccl::Progress::Needs { peers, absent } => {
             let mut reason = absent;
             for peer in peers {
-                match step(held, peer, path) {
+                match bring_to(held, peer, path) {
                     Step::Moved => return Step::Moved,
                     Step::Blocked(why) => reason = why,
                 }
             }
             Step::Blocked(format!("{}: {reason}", held.streams[stream].queue[0].name))
         }
+    }
+}
+
+/// Runs a stream up to a launch, which has then arrived; what it gets is its own stream's matter.
+fn bring_to(held: &mut Held, launch: Position, path: &mut Vec<Position>) -> Step {
+    let stream = &held.streams[launch.stream];
+    match stream.queue.front().map(|op| &op.work) {
+        Some(Work::Launch(number)) if stream.done + 1 == launch.index => {
+            let number = *number;
+            nccl::arrive(held, number);
+            Step::Moved
+        }
+        _ => step(held, Position { index: launch.index - 1, ..launch }, path),
     }
 }
 

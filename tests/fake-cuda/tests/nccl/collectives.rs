@@ -20,7 +20,8 @@ fn rounded<T: Element>(values: &[f32]) -> Vec<T> {
 }
 
 fn at_all_sizes(test: impl Fn(usize)) {
-    for (ranks, schedule) in (1..=8).flat_map(|ranks| Schedule::all(2).map(move |schedule| (ranks, schedule))) {
+    for (ranks, schedule) in (1..=8).flat_map(|ranks| Schedule::all(2).map(move |schedule| (ranks, schedule)))
+    {
         let _session = Session::new(schedule);
         test(ranks);
     }
@@ -55,7 +56,9 @@ fn all_gather_in_place() {
             let buffer = rank.upload(&all);
             let mine = at(&buffer).wrapping_byte_add(rank.rank * N * 4);
             // SAFETY: the buffer holds N values of each rank.
-            check(unsafe { sys::ncclAllGather(mine, at(&buffer), N, f32::TYPE, rank.comm, rank.cu_stream()) });
+            check(unsafe {
+                sys::ncclAllGather(mine, at(&buffer), N, f32::TYPE, rank.comm, rank.cu_stream())
+            });
             let expected = (0..rank.ranks).flat_map(|from| values::<f32>(from, N)).collect::<Vec<_>>();
             assert_eq!(rank.download(&buffer), expected);
         });
@@ -67,7 +70,9 @@ fn reduce_scatter<T: Element>(rank: &Rank) {
     let receive = rank.upload(&[T::of(0.0); N]);
     let op = ncclRedOp_t::ncclSum;
     // SAFETY: the buffers have the lengths of a reduce-scatter to N.
-    check(unsafe { sys::ncclReduceScatter(at(&send), at(&receive), N, T::TYPE, op, rank.comm, rank.cu_stream()) });
+    check(unsafe {
+        sys::ncclReduceScatter(at(&send), at(&receive), N, T::TYPE, op, rank.comm, rank.cu_stream())
+    });
     let sums = summed::<T>(rank.ranks, N * rank.ranks, |_| 1.0);
     assert_eq!(rank.download(&receive), rounded::<T>(&sums[rank.rank * N..][..N]));
 }
@@ -102,7 +107,9 @@ fn reduce_scatter_in_place_averages() {
 fn all_reduce<T: Element>(rank: &Rank, op: ncclRedOp_t) -> Vec<T> {
     let buffer = rank.upload(&values::<T>(rank.rank, N));
     // SAFETY: in place, N values.
-    check(unsafe { sys::ncclAllReduce(at(&buffer), at(&buffer), N, T::TYPE, op, rank.comm, rank.cu_stream()) });
+    check(unsafe {
+        sys::ncclAllReduce(at(&buffer), at(&buffer), N, T::TYPE, op, rank.comm, rank.cu_stream())
+    });
     rank.download(&buffer)
 }
 
@@ -112,10 +119,16 @@ fn all_reduce_sums_and_finds_the_extremes() {
         launch(ranks, |rank| {
             let sums = summed::<f32>(ranks, N, |_| 1.0);
             assert_eq!(all_reduce::<f32>(rank, ncclRedOp_t::ncclSum), sums);
-            assert_eq!(all_reduce::<bf16>(rank, ncclRedOp_t::ncclSum), rounded(&summed::<bf16>(ranks, N, |_| 1.0)));
+            assert_eq!(
+                all_reduce::<bf16>(rank, ncclRedOp_t::ncclSum),
+                rounded(&summed::<bf16>(ranks, N, |_| 1.0))
+            );
             assert_eq!(all_reduce::<f32>(rank, ncclRedOp_t::ncclMax), values::<f32>(ranks - 1, N));
             let ordered = |i: usize| (0..ranks).map(|r| values::<i32>(r, N)[i]).min().expect("a rank");
-            assert_eq!(all_reduce::<i32>(rank, ncclRedOp_t::ncclMin), (0..N).map(ordered).collect::<Vec<_>>());
+            assert_eq!(
+                all_reduce::<i32>(rank, ncclRedOp_t::ncclMin),
+                (0..N).map(ordered).collect::<Vec<_>>()
+            );
         });
     });
 }
@@ -174,7 +187,9 @@ fn all_to_all_transposes() {
             let send = rank.upload(&values::<f32>(rank.rank, N * ranks));
             let receive = rank.upload(&vec![0.0f32; N * ranks]);
             // SAFETY: N values for each rank.
-            check(unsafe { sys::ncclAlltoAll(at(&send), at(&receive), N, f32::TYPE, rank.comm, rank.cu_stream()) });
+            check(unsafe {
+                sys::ncclAlltoAll(at(&send), at(&receive), N, f32::TYPE, rank.comm, rank.cu_stream())
+            });
             let block = |from| values::<f32>(from, N * ranks)[rank.rank * N..][..N].to_vec();
             assert_eq!(rank.download(&receive), (0..ranks).flat_map(block).collect::<Vec<_>>());
         });

@@ -157,7 +157,8 @@ fn a_call_before_the_last_one_has_settled_is_found() {
 fn registered_memory_must_come_from_nccl_and_outlive_its_registration() {
     let session = Session::new(Schedule::Latest);
     launch(2, |rank| {
-        let (mut buffer, mut window, mut handle) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+        let (mut buffer, mut window, mut handle) =
+            (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the calls write the addresses and handles; the memory is freed once they are gone.
         unsafe {
             check(sys::ncclMemAlloc(&mut buffer, 1 << 12));

@@ -26,7 +26,9 @@ fn a_group_of_collectives_is_one_launch() {
                 for buffer in &buffers {
                     let (at, op) = (at(buffer), ncclRedOp_t::ncclMax);
                     // SAFETY: in place, N values.
-                    check(unsafe { sys::ncclAllReduce(at, at, N, f32::TYPE, op, rank.comm, rank.cu_stream()) });
+                    check(unsafe {
+                        sys::ncclAllReduce(at, at, N, f32::TYPE, op, rank.comm, rank.cu_stream())
+                    });
                 }
                 // SAFETY: N values of each rank.
                 check(unsafe {
@@ -55,7 +57,9 @@ fn sends_and_receives_of_a_group_do_not_wait_for_each_other() {
                 // SAFETY: N values each.
                 check(unsafe { sys::ncclSend(at(&send), N, f32::TYPE, next as i32, rank.comm, stream) });
                 // SAFETY: as above.
-                check(unsafe { sys::ncclRecv(at(&receive), N, f32::TYPE, previous as i32, rank.comm, stream) });
+                check(unsafe {
+                    sys::ncclRecv(at(&receive), N, f32::TYPE, previous as i32, rank.comm, stream)
+                });
             });
             assert_eq!(rank.download(&receive), values::<f32>(previous, N));
         });

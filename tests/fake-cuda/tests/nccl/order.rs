@@ -79,7 +79,9 @@ fn a_buffer_freed_during_a_collective_is_found() {
             side.wait(&rank.stream.record_event(None).expect("an event")).expect("a wait");
             let (at, op) = (at(&buffer), ncclRedOp_t::ncclSum);
             // SAFETY: in place, N values.
-            check(unsafe { sys::ncclAllReduce(at, at, N, f32::TYPE, op, rank.comm, side.cu_stream().cast()) });
+            check(unsafe {
+                sys::ncclAllReduce(at, at, N, f32::TYPE, op, rank.comm, side.cu_stream().cast())
+            });
         });
         session.expect(Kind::FreeInFlight, "without waiting for ncclAllReduce");
     }

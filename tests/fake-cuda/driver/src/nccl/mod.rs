@@ -18,7 +18,7 @@ use std::ffi::{c_char, c_int};
 use crate::abi::{Null, Out, Status};
 use crate::state::{Held, State, Tag, lock};
 
-pub use rendezvous::{Progress, progress};
+pub use rendezvous::{Progress, arrive, progress};
 
 /// `ncclResult_t`.
 #[repr(transparent)]

@@ -165,10 +165,7 @@ impl State {
 
 /// A launch has come to the head of its stream: its parts have arrived, and data moves where all have.
 pub fn progress(held: &mut Held, launch: usize) -> Progress {
-    if !held.nccl.launches[launch].started {
-        held.nccl.launches[launch].started = true;
-        start(held, launch);
-    }
+    arrive(held, launch);
     let mut peers = Vec::new();
     let mut absent = Vec::new();
     let mut complete = true;
@@ -181,7 +178,11 @@ pub fn progress(held: &mut Held, launch: usize) -> Progress {
     }
 }
 
-fn start(held: &mut Held, launch: usize) {
+/// The parts of a launch have arrived.
+pub fn arrive(held: &mut Held, launch: usize) {
+    if std::mem::replace(&mut held.nccl.launches[launch].started, true) {
+        return;
+    }
     for (meeting, part) in held.nccl.launches[launch].parts.clone() {
         let clique = held.nccl.comms[part.comm].clique;
         let clique = &mut held.nccl.cliques[clique];
@@ -192,12 +193,9 @@ fn start(held: &mut Held, launch: usize) {
             }
             Meeting::Mail { from, to, number } => {
                 let mail = clique.mail.get_mut(&(from, to, number));
-                mail.and_then(|m| {
-                    if part.rank == from && matches!(part.verb, Verb::Send { .. }) {
-                        m.sender.as_mut()
-                    } else {
-                        m.receiver.as_mut()
-                    }
+                mail.and_then(|mail| match part.verb {
+                    Verb::Send { .. } => mail.sender.as_mut(),
+                    _ => mail.receiver.as_mut(),
                 })
             }
         };
@@ -221,6 +219,9 @@ fn is_met(
     }
     let clique = held.nccl.comms[part.comm].clique;
     let rounds = &held.nccl.cliques[clique];
+    let is_there = |entry: &Option<Entry>| {
+        entry.as_ref().is_some_and(|entry| held.nccl.comms[entry.part.comm].life != Life::Aborted)
+    };
     let (index, pending, entries, missing) = match meeting {
         Meeting::Never => {
             absent.push("it is lost, as the test asked".to_owned());
@@ -228,7 +229,7 @@ fn is_met(
         }
         Meeting::Round(number) => {
             let round = &rounds.rounds[&number];
-            let missing = (0..part.ranks).filter(|rank| round.entries[*rank].is_none());
+            let missing = (0..part.ranks).filter(|rank| !is_there(&round.entries[*rank]));
             let ranks = missing.map(|rank| rank.to_string()).collect::<Vec<_>>().join(", ");
             let missing = format!("collective {number} lacks the call of rank {ranks}");
             (part.rank, matches!(round.results, Results::Pending), round.entries.clone(), missing)
@@ -242,14 +243,17 @@ fn is_met(
         }
     };
     if pending {
-        if entries.iter().any(Option::is_none) {
+        if !entries.iter().all(is_there) {
             absent.push(missing);
+            return false;
         }
         let waiting = entries.iter().flatten().filter(|entry| !entry.started);
-        peers.extend(waiting.filter_map(|entry| held.nccl.launches[entry.launch].at));
-        let all = entries.into_iter().map(|entry| entry.filter(|e| e.started)).collect::<Option<Vec<_>>>();
-        let Some(all) = all else { return false };
-        let parts = all.into_iter().map(|entry| entry.part).collect::<Vec<_>>();
+        let waiting = waiting.filter_map(|entry| held.nccl.launches[entry.launch].at).collect::<Vec<_>>();
+        if !waiting.is_empty() {
+            peers.extend(waiting);
+            return false;
+        }
+        let parts = entries.into_iter().flatten().map(|entry| entry.part).collect::<Vec<_>>();
         *results(held, clique, meeting) = Results::Of(exchange(held, &parts));
     }
     // Each rank gets its values when its own stream is run, however early the others were.
