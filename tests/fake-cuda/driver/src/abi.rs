@@ -22,11 +22,21 @@ impl Status {
     pub const INVALID_DEVICE: Status = Status(101);
     pub const INVALID_CONTEXT: Status = Status(201);
     pub const INVALID_HANDLE: Status = Status(400);
+    pub const ILLEGAL_STATE: Status = Status(401);
     pub const NOT_FOUND: Status = Status(500);
     pub const NOT_READY: Status = Status(600);
     /// What a thread gets that waits for what never comes.
     pub const LAUNCH_TIMEOUT: Status = Status(702);
     pub const NOT_SUPPORTED: Status = Status(801);
+    pub const CAPTURE_UNSUPPORTED: Status = Status(900);
+    pub const CAPTURE_INVALIDATED: Status = Status(901);
+    pub const CAPTURE_MERGE: Status = Status(902);
+    pub const CAPTURE_UNMATCHED: Status = Status(903);
+    pub const CAPTURE_UNJOINED: Status = Status(904);
+    pub const CAPTURE_ISOLATION: Status = Status(905);
+    pub const CAPTURE_IMPLICIT: Status = Status(906);
+    pub const CAPTURED_EVENT: Status = Status(907);
+    pub const CAPTURE_WRONG_THREAD: Status = Status(908);
 }
 
 pub type Outcome<T = ()> = Result<T, Status>;

@@ -41,6 +41,8 @@ pub struct Block {
     memory: Memory,
     pub place: Place,
     pub context: usize,
+    /// Allocated anew by each launch of a graph, and there as long as the process.
+    pub of_graph: bool,
     /// The call that made it.
     pub origin: String,
     /// The call that freed it.
@@ -84,7 +86,8 @@ impl Heap {
     pub fn allocate(&mut self, len: usize, place: Place, context: usize, origin: String) -> Option<usize> {
         let memory = Memory::new(len)?;
         let start = memory.start as usize;
-        let block = Block { memory, place, context, origin, freed: None, touches: Vec::new() };
+        let block =
+            Block { memory, place, context, of_graph: false, origin, freed: None, touches: Vec::new() };
         self.blocks.insert(start, block);
         Some(start)
     }
@@ -121,9 +124,16 @@ impl Heap {
         intact
     }
 
-    /// The blocks that nobody has freed.
+    /// Patterns memory of a graph: as fresh, or as freed.
+    pub fn repattern(&mut self, start: usize, fresh: bool) {
+        if let Some(block) = self.blocks.get_mut(&start) {
+            block.memory.fill(if fresh { FRESH } else { FREED });
+        }
+    }
+
+    /// The blocks that nobody has freed and that are no graph's.
     pub fn live(&self) -> impl Iterator<Item = &Block> {
-        self.blocks.values().filter(|block| block.freed.is_none())
+        self.blocks.values().filter(|block| block.freed.is_none() && !block.of_graph)
     }
 }
 

@@ -8,6 +8,7 @@
 //! `driver` and `nccl` are the exported functions; `control` is what tests call; the rest is one state under one lock.
 
 mod abi;
+mod capture;
 mod clock;
 mod control;
 mod driver;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::abi::{Outcome, Status};
+use crate::capture::Act;
 use crate::clock::Clock;
 use crate::race::{self, Access};
 use crate::state::State;
@@ -21,20 +22,35 @@ pub struct Position {
 }
 
 /// What an operation does when its turn comes.
+#[derive(Clone)]
 pub enum Work {
     Nothing,
     /// Reads and writes the memory it has named.
-    Memory(Box<dyn FnOnce() + Send>),
-    /// A function of the caller's, run without the lock.
-    Host(Box<dyn FnOnce() + Send>, Instant),
+    Memory(Arc<dyn Fn() + Send + Sync>),
+    /// A function of the caller's, run without the lock, and since when it is queued.
+    Host(Arc<dyn Fn() + Send + Sync>, Instant),
     /// Frees the block that starts there.
     Free(usize),
+    /// Memory of a graph is fresh from here on.
+    Refresh(usize),
+    /// Memory of a graph is not to be used from here on.
+    Lapse(usize),
     /// Passes when that operation is complete.
     Wait(Position),
     /// Takes the time for an event.
     Record(usize),
     /// This rank's part of NCCL calls.
     Launch(usize),
+}
+
+impl Work {
+    /// The same work, queued now.
+    pub fn again(self) -> Self {
+        match self {
+            Work::Host(run, _) => Work::Host(run, Instant::now()),
+            work => work,
+        }
+    }
 }
 
 pub struct Operation {
@@ -63,6 +79,8 @@ pub struct Stream {
     /// How readily it runs ahead in the random mode, of 255.
     pub eagerness: u8,
     pub clock: Clock,
+    /// The capture that it records for.
+    pub capture: Option<usize>,
 }
 
 impl State {
@@ -74,7 +92,7 @@ impl State {
         self.streams[position.stream].done >= position.index
     }
 
-    /// Checks an operation and puts it at the end of a stream.
+    /// Checks an operation and puts it at the end of a stream, or into the graph that this captures.
     pub fn submit(
         &mut self,
         stream: StreamId,
@@ -86,6 +104,10 @@ impl State {
         if !race::check_bounds(&mut self.heap, &mut self.reports, &name, accesses) {
             return Err(Status::INVALID_VALUE);
         }
+        if self.record(stream, call, accesses, Act::Queue(work.clone()))? {
+            return Ok(self.end_of(stream));
+        }
+        self.refuse_implicit_wait(stream)?;
         self.order_with_legacy(stream);
         let known = self.lanes.known();
         let position = self.push(stream, name.clone(), work, accesses);

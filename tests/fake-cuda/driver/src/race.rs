@@ -121,6 +121,7 @@ pub fn enter(
             let ordered = clock.knows(touch.at);
             let earlier = &touch.name;
             match (touch.access.mode, access.mode, ordered) {
+                (_, Mode::Allocate, true) => {}
                 (Mode::Free, _, true) => {
                     reports.add(
                         Kind::UseAfterFree,
@@ -148,6 +149,10 @@ pub fn enter(
                 }
                 (_, _, true) => {}
             }
+        }
+        if access.mode == Mode::Allocate {
+            // The next launch of a graph gets the memory that the last one has freed.
+            block.touches.retain(|touch| !clock.knows(touch.at));
         }
         block.touches.retain(|touch| !(clock.knows(touch.at) && touch.is_superseded_by(access)));
         block.touches.push(Touch { access: access.clone(), at, name: name.clone() });

@@ -259,13 +259,15 @@ fn execute(held: &mut Held, stream: StreamId) -> Step {
         Work::Host(run, _) => {
             let epoch = held.epoch;
             held.streams[stream].running = true;
-            MutexGuard::unlocked(held, run);
+            MutexGuard::unlocked(held, || run());
             if held.epoch != epoch {
                 return Step::Blocked("the test has ended".to_owned());
             }
             held.streams[stream].running = false;
         }
         Work::Free(start) => held.retire(start),
+        Work::Refresh(start) => held.heap.repattern(start, true),
+        Work::Lapse(start) => held.heap.repattern(start, false),
         Work::Record(event) => {
             let ticks = held.ticks;
             held.events[event].time = Some(ticks);

@@ -6,8 +6,9 @@ use std::sync::{Arc, LazyLock};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::abi::{Outcome, Raw, Status};
+use crate::capture::Capture;
 use crate::clock::Lanes;
-use crate::driver::{Context, Event, Function, Kernel, Module, Pool};
+use crate::driver::{Context, Event, Function, Graph, GraphExec, Kernel, Module, Pool};
 use crate::heap::Heap;
 use crate::nccl::Nccl;
 use crate::queue::{Stream, StreamId};
@@ -62,6 +63,10 @@ pub struct State {
     pub contexts: Vec<Context>,
     pub streams: Vec<Stream>,
     pub events: Vec<Event>,
+    /// Those that have ended are gone.
+    pub captures: Vec<Option<Capture>>,
+    pub graphs: Vec<Graph>,
+    pub execs: Vec<GraphExec>,
     pub modules: Vec<Module>,
     pub functions: Vec<Function>,
     pub pools: Vec<Pool>,
@@ -85,6 +90,8 @@ pub enum Tag {
     Pool = 0x90,
     Comm = 0xCC,
     Registration = 0x9E,
+    Graph = 0x96,
+    GraphExec = 0x97,
 }
 
 const SHIFT: u32 = 40;

@@ -91,7 +91,11 @@ pub fn allocate_in_order(
 ) -> Outcome<usize> {
     let start = allocate_on_device(held, context, bytes, call, Place::Device)?;
     let whole = Access { range: start..start + bytes, mode: Mode::Allocate };
-    held.submit(stream, call, &[whole], Work::Nothing)?;
+    let captured = held.capture_status(stream).is_some();
+    if let Some(block) = held.heap.starting(start) {
+        block.of_graph = captured;
+    }
+    held.submit(stream, call, &[whole], if captured { Work::Refresh(start) } else { Work::Nothing })?;
     scheduler::after_submission(held);
     Ok(start)
 }
@@ -99,6 +103,7 @@ pub fn allocate_in_order(
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) -> Status {
     call(|held| {
+        held.refuse_disturbance()?;
         let context = current_context(held)?;
         if bytes == 0 {
             return Err(Status::INVALID_VALUE);
@@ -110,7 +115,10 @@ pub extern "C" fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) -> Status {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(address: u64) -> Status {
-    call(|held| if address == 0 { Ok(()) } else { free_now(held, address as usize, "cuMemFree") })
+    call(|held| {
+        held.refuse_disturbance()?;
+        if address == 0 { Ok(()) } else { free_now(held, address as usize, "cuMemFree") }
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -145,6 +153,15 @@ pub extern "C" fn cuMemFreeAsync(address: u64, stream: Raw) -> Status {
             return Ok(());
         }
         let start = address as usize;
+        if held.heap.starting(start).is_some_and(|block| block.of_graph) {
+            let whole =
+                held.heap.starting(start).map(|block| Access { range: block.range(), mode: Mode::Free });
+            held.submit(stream, "cuMemFreeAsync", whole.as_slice(), Work::Lapse(start))?;
+            scheduler::after_submission(held);
+            return Ok(());
+        }
+        // What was allocated outside of a graph cannot be freed by each launch of one.
+        held.refuse_capture(stream)?;
         mark_freed(held, start, "cuMemFreeAsync")?;
         let whole = held.heap.starting(start).map(|block| Access { range: block.range(), mode: Mode::Free });
         held.submit(stream, "cuMemFreeAsync", whole.as_slice(), Work::Free(start))?;
@@ -166,6 +183,7 @@ pub extern "C" fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) -> Status
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostAlloc(address: Out<Raw>, bytes: usize, _flags: c_uint) -> Status {
     call(|held| {
+        held.refuse_disturbance()?;
         let context = current_context(held)?;
         held.named += 1;
         let origin = format!("cuMemHostAlloc #{}", held.named);
@@ -181,7 +199,10 @@ pub extern "C" fn cuMemAllocHost_v2(address: Out<Raw>, bytes: usize) -> Status {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFreeHost(address: Raw) -> Status {
-    call(|held| free_now(held, address, "cuMemFreeHost"))
+    call(|held| {
+        held.refuse_disturbance()?;
+        free_now(held, address, "cuMemFreeHost")
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -207,7 +228,8 @@ pub extern "C" fn cuPointerGetAttribute(data: Out<u64>, attribute: u32, address:
         };
         // All but the context are four bytes wide.
         let narrow = data.cast::<u32>();
-        Ok(if attribute == CONTEXT { data.set(value)? } else { narrow.set(value as u32)? })
+        let written = if attribute == CONTEXT { data.set(value) } else { narrow.set(value as u32) };
+        Ok(written?)
     })
 }
 

@@ -230,6 +230,11 @@ fn report_leaks(held: &mut State, context: usize) {
     let events = held.events.iter().filter(|event| event.context == context && !event.destroyed);
     leaks.extend(events.map(|event| event.name.clone()));
     leaks.extend(held.nccl.open_comms(context));
+    let graphs = held.graphs.iter().filter(|graph| graph.context == context && !graph.destroyed).count();
+    let execs = held.execs.iter().filter(|exec| exec.context == context && !exec.destroyed).count();
+    if graphs + execs > 0 {
+        leaks.push(format!("{graphs} graphs, and {execs} instances of graphs: what was captured"));
+    }
     let device = held.contexts[context].device;
     for leak in leaks {
         held.reports.add(Kind::Leak, format!("{leak} outlives the context of device {device}"));

@@ -5,6 +5,8 @@
 
 #![allow(non_snake_case)]
 
+use std::sync::Arc;
+
 use super::{call, current_context, find_stream};
 use crate::abi::{Outcome, Raw, Status};
 use crate::heap::Place;
@@ -58,22 +60,29 @@ fn copy(
         return Ok(());
     }
     let (to_ours, from_ours) = (to.is_ours(held, call)?, from.is_ours(held, call)?);
+    if at_once {
+        held.refuse_disturbance()?;
+    }
+    if !(to_ours && from_ours) {
+        // The real driver would read the host's memory at each launch of the graph, if it is still there.
+        held.refuse_capture(stream)?;
+    }
     let (target, source) = (to.address(), from.address());
     if target == 0 || source == 0 {
         return Err(Status::INVALID_VALUE);
     }
     let mut accesses = Vec::new();
-    let run: Box<dyn FnOnce() + Send> = if from_ours {
+    let run: Arc<dyn Fn() + Send + Sync> = if from_ours {
         accesses.push(Access::read(source, bytes));
         // SAFETY: the scheduler runs this only while all named ranges are mapped; a range that is not named is the
         // caller's, who keeps it for the call, and the call does not return before this has run.
-        Box::new(move || unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes) })
+        Arc::new(move || unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes) })
     } else {
         let mut values = vec![0; bytes];
         // SAFETY: the caller passes `bytes` readable bytes of host memory.
         unsafe { std::ptr::copy_nonoverlapping(source as *const u8, values.as_mut_ptr(), bytes) };
         // SAFETY: as above.
-        Box::new(move || unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), target as *mut u8, bytes) })
+        Arc::new(move || unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), target as *mut u8, bytes) })
     };
     if to_ours {
         accesses.push(Access::write(target, bytes));
@@ -162,6 +171,7 @@ fn fill<const N: usize>(name: &str, to: u64, value: [u8; N], count: usize, strea
         let id = match stream {
             Some(stream) => find_stream(held, stream)?,
             None => {
+                held.refuse_disturbance()?;
                 let context = current_context(held)?;
                 held.contexts[context].legacy
             }
@@ -170,7 +180,7 @@ fn fill<const N: usize>(name: &str, to: u64, value: [u8; N], count: usize, strea
             return Ok(());
         }
         Side::Device(to).is_ours(held, name)?;
-        let run = Box::new(move || {
+        let run = Arc::new(move || {
             for i in 0..count {
                 // SAFETY: the scheduler runs this only while the named range, `count` values long, is mapped.
                 unsafe { (to as *mut [u8; N]).add(i).write_unaligned(value) };

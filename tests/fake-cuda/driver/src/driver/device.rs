@@ -91,7 +91,7 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
 /// Attributes of a small device of compute capability 9.0 (`CUdevice_attribute`).
 fn default_attribute(attribute: c_int, device: c_int) -> c_int {
     match attribute {
-        1 | 2 | 3 => 1024,      // threads of a block, and along x and y
+        1..=3 => 1024,          // threads of a block, and along x and y
         4 => 64,                // threads of a block along z
         5 => i32::MAX,          // blocks along x
         6 | 7 => 65_535,        // blocks along y and z
@@ -144,6 +144,52 @@ const ERRORS: &[(Status, &std::ffi::CStr, &std::ffi::CStr)] = &[
     (Status::NOT_READY, c"CUDA_ERROR_NOT_READY", c"device not ready"),
     (Status::LAUNCH_TIMEOUT, c"CUDA_ERROR_LAUNCH_TIMEOUT", c"the launch timed out and was terminated"),
     (Status::NOT_SUPPORTED, c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
+    (
+        Status::ILLEGAL_STATE,
+        c"CUDA_ERROR_ILLEGAL_STATE",
+        c"the operation cannot be performed in the present state",
+    ),
+    (
+        Status::CAPTURE_UNSUPPORTED,
+        c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+        c"operation not permitted when stream is capturing",
+    ),
+    (
+        Status::CAPTURE_INVALIDATED,
+        c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+        c"operation failed due to a previous error during capture",
+    ),
+    (
+        Status::CAPTURE_MERGE,
+        c"CUDA_ERROR_STREAM_CAPTURE_MERGE",
+        c"operation would result in a merge of separate capture sequences",
+    ),
+    (
+        Status::CAPTURE_UNMATCHED,
+        c"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED",
+        c"capture was not ended in the same stream as it began",
+    ),
+    (Status::CAPTURE_UNJOINED, c"CUDA_ERROR_STREAM_CAPTURE_UNJOINED", c"capturing stream has unjoined work"),
+    (
+        Status::CAPTURE_ISOLATION,
+        c"CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+        c"dependency created on uncaptured work in another stream",
+    ),
+    (
+        Status::CAPTURE_IMPLICIT,
+        c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+        c"operation would make the legacy stream depend on a capturing blocking stream",
+    ),
+    (
+        Status::CAPTURED_EVENT,
+        c"CUDA_ERROR_CAPTURED_EVENT",
+        c"operation not permitted on an event last recorded in a capturing stream",
+    ),
+    (
+        Status::CAPTURE_WRONG_THREAD,
+        c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+        c"attempt to terminate a thread-local capture sequence from another thread",
+    ),
 ];
 
 #[unsafe(no_mangle)]

@@ -6,10 +6,12 @@ use std::ffi::c_uint;
 
 use super::{call, current_context, find_stream};
 use crate::abi::{Out, Outcome, Raw, Status};
+use crate::capture::Mark;
 use crate::clock::Clock;
 use crate::queue::{Position, Work};
+use crate::report::Kind;
 use crate::scheduler;
-use crate::state::{Held, Tag};
+use crate::state::{Held, Tag, lock};
 
 const DISABLE_TIMING: c_uint = 2;
 
@@ -20,6 +22,8 @@ pub struct Event {
     pub destroyed: bool,
     /// Where it was last recorded, and what is complete there.
     pub recorded: Option<(Position, Clock)>,
+    /// Where it was recorded in a capture, if that was last.
+    pub mark: Option<Mark>,
     /// When its last record ran, in operations.
     pub time: Option<u64>,
 }
@@ -47,6 +51,7 @@ pub extern "C" fn cuEventCreate(event: Out<Raw>, flags: c_uint) -> Status {
             timed: flags & DISABLE_TIMING == 0,
             destroyed: false,
             recorded: None,
+            mark: None,
             time: None,
         });
         Ok(event.set(Tag::Event.handle(index))?)
@@ -72,6 +77,11 @@ pub extern "C" fn cuEventRecord(event: Raw, stream: Raw) -> Status {
             let message = format!("{event} is recorded on {stream}, of another context");
             return held.misuse(Status::INVALID_HANDLE, message);
         }
+        held.events[event].mark = held.mark(stream)?;
+        if held.events[event].mark.is_some() {
+            held.events[event].recorded = None;
+            return Ok(());
+        }
         let position = held.submit(stream, "cuEventRecord", &[], Work::Record(event))?;
         let clock = held.streams[stream].clock.clone();
         held.events[event].recorded = Some((position, clock));
@@ -82,7 +92,13 @@ pub extern "C" fn cuEventRecord(event: Raw, stream: Raw) -> Status {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuEventRecordWithFlags(event: Raw, stream: Raw, _flags: c_uint) -> Status {
+pub extern "C" fn cuEventRecordWithFlags(event: Raw, stream: Raw, flags: c_uint) -> Status {
+    const EXTERNAL: c_uint = 1;
+    if flags & EXTERNAL != 0 {
+        let message = "cuEventRecordWithFlags for use outside of a graph".to_owned();
+        lock().reports.add(Kind::Unsupported, message);
+        return Status::NOT_SUPPORTED;
+    }
     cuEventRecord(event, stream)
 }
 
@@ -90,6 +106,8 @@ pub extern "C" fn cuEventRecordWithFlags(event: Raw, stream: Raw, _flags: c_uint
 pub extern "C" fn cuEventSynchronize(event: Raw) -> Status {
     call(|held| {
         let event = find(held, event)?;
+        let mark = held.events[event].mark.clone();
+        held.refuse_mark(mark)?;
         if let Some((position, clock)) = held.events[event].recorded.clone() {
             scheduler::run_until(held, position)?;
             held.lanes.learn(&clock);
@@ -102,6 +120,9 @@ pub extern "C" fn cuEventSynchronize(event: Raw) -> Status {
 pub extern "C" fn cuEventQuery(event: Raw) -> Status {
     call(|held| {
         let event = find(held, event)?;
+        let mark = held.events[event].mark.clone();
+        held.refuse_mark(mark)?;
+        held.refuse_disturbance()?;
         if let Some((position, clock)) = held.events[event].recorded.clone() {
             if !scheduler::poll(held, position) {
                 return Err(Status::NOT_READY);

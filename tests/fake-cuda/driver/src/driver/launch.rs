@@ -3,6 +3,7 @@
 #![allow(non_snake_case)]
 
 use std::ffi::{c_uint, c_void};
+use std::sync::Arc;
 
 use super::module::find_function;
 use super::{call, find_stream};
@@ -97,7 +98,7 @@ fn launch(
     }
     let launch = Launch { values, grid, block, shared_bytes };
     let accesses = accesses_of(&kernel, &launch);
-    let run = Box::new(move || launch.with_raw(|raw| (kernel.run)(kernel.data, raw)));
+    let run = Arc::new(move || launch.with_raw(|raw| (kernel.run)(kernel.data, raw)));
     held.submit(stream, &name, &accesses, Work::Memory(run))?;
     scheduler::after_submission(held);
     Ok(())

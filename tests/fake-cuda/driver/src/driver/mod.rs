@@ -5,6 +5,7 @@ mod context;
 mod copy;
 mod device;
 mod event;
+mod graph;
 mod launch;
 mod missing;
 mod module;
@@ -13,6 +14,7 @@ mod stream;
 
 pub use context::{Context, current_context, end_contexts};
 pub use event::Event;
+pub use graph::{Graph, GraphExec};
 pub use launch::Kernel;
 pub use module::{Function, Module};
 pub use pool::Pool;

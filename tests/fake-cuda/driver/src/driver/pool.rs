@@ -97,7 +97,8 @@ pub extern "C" fn cuMemPoolGetAttribute(pool: Raw, attribute: c_int, value: Out<
             _ => set.unwrap_or(0),
         };
         let narrow = value.cast::<u32>();
-        Ok(if attribute < RELEASE_THRESHOLD { narrow.set(read as u32)? } else { value.set(read)? })
+        let written = if attribute < RELEASE_THRESHOLD { narrow.set(read as u32) } else { value.set(read) };
+        Ok(written?)
     })
 }
 

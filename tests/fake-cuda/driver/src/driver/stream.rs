@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uint};
-use std::sync::Once;
+use std::sync::{Arc, Once};
 use std::time::Instant;
 
 use super::{call, current_context};
@@ -53,6 +53,13 @@ pub fn create_default(held: &mut State, context: usize, name: String, legacy: bo
     stream
 }
 
+/// One of the streams that a graph runs on.
+pub fn create_for_graph(held: &mut State, context: usize, name: String) -> StreamId {
+    let stream = add(held, context, false, 0, name);
+    held.streams[stream].is_default = true;
+    stream
+}
+
 fn add(held: &mut State, context: usize, blocking: bool, priority: c_int, name: String) -> StreamId {
     let eagerness = held.scheduler.eagerness();
     held.streams.push(Stream {
@@ -69,12 +76,14 @@ fn add(held: &mut State, context: usize, blocking: bool, priority: c_int, name: 
         running: false,
         eagerness,
         clock: Clock::default(),
+        capture: None,
     });
     held.streams.len() - 1
 }
 
 /// The host waits for all that a stream was given.
 pub fn synchronize(held: &mut Held, stream: StreamId) -> Outcome {
+    held.refuse_capture(stream)?;
     let end = held.end_of(stream);
     let clock = held.streams[stream].clock.clone();
     scheduler::run_until(held, end)?;
@@ -123,6 +132,7 @@ pub extern "C" fn cuStreamSynchronize(stream: Raw) -> Status {
 pub extern "C" fn cuStreamQuery(stream: Raw) -> Status {
     call(|held| {
         let stream = find_stream(held, stream)?;
+        held.refuse_capture(stream)?;
         let end = held.end_of(stream);
         if !scheduler::poll(held, end) {
             return Err(Status::NOT_READY);
@@ -138,7 +148,11 @@ pub extern "C" fn cuStreamWaitEvent(stream: Raw, event: Raw, _flags: c_uint) -> 
     call(|held| {
         let stream = find_stream(held, stream)?;
         let event = super::event::find(held, event)?;
+        if let Some(mark) = held.events[event].mark.clone() {
+            return held.wait_in_capture(stream, &mark);
+        }
         if let Some((position, clock)) = held.events[event].recorded.clone() {
+            held.refuse_outside_event(stream)?;
             held.wait_for(stream, position, &clock);
             scheduler::after_submission(held);
         }
@@ -155,7 +169,7 @@ pub extern "C" fn cuLaunchHostFunc(stream: Raw, function: Option<extern "C" fn(R
         OVERDUE.call_once(|| {
             std::thread::spawn(scheduler::run_overdue_host_functions);
         });
-        let work = Work::Host(Box::new(move || function(data)), Instant::now());
+        let work = Work::Host(Arc::new(move || function(data)), Instant::now());
         held.submit(stream, "cuLaunchHostFunc", &[], work)?;
         scheduler::after_submission(held);
         Ok(())
@@ -183,14 +197,5 @@ pub extern "C" fn cuStreamGetCtx(stream: Raw, context: Out<Raw>) -> Status {
     call(|held| {
         let stream = find_stream(held, stream)?;
         Ok(context.set(Tag::Context.handle(held.streams[stream].context))?)
-    })
-}
-
-/// Capture is not there yet, so no stream is capturing.
-#[unsafe(no_mangle)]
-pub extern "C" fn cuStreamIsCapturing(stream: Raw, status: Out<c_int>) -> Status {
-    call(|held| {
-        find_stream(held, stream)?;
-        Ok(status.set(0)?)
     })
 }

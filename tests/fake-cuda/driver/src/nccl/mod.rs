@@ -18,7 +18,8 @@ use std::ffi::{c_char, c_int};
 use crate::abi::{Null, Out, Status};
 use crate::state::{Held, State, Tag, lock};
 
-pub use rendezvous::{Progress, arrive, progress};
+pub use calls::Part;
+pub use rendezvous::{Progress, arrive, progress, submit_again};
 
 /// `ncclResult_t`.
 #[repr(transparent)]
@@ -46,6 +47,13 @@ impl From<Null> for Code {
 impl From<Status> for Code {
     fn from(_: Status) -> Self {
         Code::CUDA_ERROR
+    }
+}
+
+/// For parts that a graph submits, of which the driver's caller hears.
+impl From<Code> for Status {
+    fn from(_: Code) -> Self {
+        Status::INVALID_VALUE
     }
 }
 

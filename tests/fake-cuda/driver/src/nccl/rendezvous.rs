@@ -4,7 +4,8 @@ use super::arithmetic::Value;
 use super::calls::{Part, Verb};
 use super::comm::Life;
 use super::{Answer, Code, group};
-use crate::abi::In;
+use crate::abi::{In, Outcome, Status};
+use crate::capture::Act;
 use crate::queue::{Position, StreamId, Work};
 use crate::report::Kind;
 use crate::state::{Held, State};
@@ -92,9 +93,24 @@ pub fn submit(held: &mut Held, parts: Vec<(StreamId, Part)>) -> Answer {
     Ok(())
 }
 
+/// Queues parts that a graph has recorded, if their communicators are still there.
+pub fn submit_again(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Outcome {
+    for part in &parts {
+        let comm = &held.nccl.comms[part.comm];
+        if comm.life != Life::Ready {
+            let message = format!("a graph calls {} on {}, which is {:?}", part.name(), comm.name, comm.life);
+            return held.misuse(Status::INVALID_VALUE, message);
+        }
+    }
+    Ok(submit_on(held, stream, parts)?)
+}
+
 fn submit_on(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Answer {
     let names = parts.iter().map(Part::name).collect::<Vec<_>>().join(" + ");
     let accesses = parts.iter().flat_map(Part::accesses).collect::<Vec<_>>();
+    if held.record(stream, &names, &accesses, Act::Collectives(parts.clone()))? {
+        return Ok(());
+    }
     let launch = held.nccl.launches.len();
     let at = held.submit(stream, &names, &accesses, Work::Launch(launch))?;
     check_apart(held, &names, &parts);
