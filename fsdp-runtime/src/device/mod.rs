@@ -8,6 +8,8 @@
 mod buffer;
 mod clock;
 pub mod cpu;
+#[cfg(feature = "cuda-driver")]
+pub mod cuda;
 mod elementwise;
 mod memory;
 mod stream;

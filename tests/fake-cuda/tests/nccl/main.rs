@@ -1,0 +1,8 @@
+//! NCCL among threads, called as cudarc exposes it.
+
+mod collectives;
+mod communicators;
+mod failures;
+mod groups;
+mod order;
+mod world;
