@@ -223,8 +223,11 @@ impl GradReducePipeline {
                     Some(main_grad) => main_grad.shard(),
                     None if add => return Err(self.reduced_twice(unit)),
                     None => {
-                        let recv =
-                            self.account.allocate(Category::MainGrads, self.options.main, layout.shard_len())?;
+                        let recv = self.account.allocate(
+                            Category::MainGrads,
+                            self.options.main,
+                            layout.shard_len(),
+                        )?;
                         passing.push((target.group, recv.clone()));
                         recv
                     }

@@ -5,7 +5,7 @@ use cudarc::driver as cuda;
 use super::block::{Place, place};
 use super::stream::CudaStream;
 use crate::comm::CommError;
-use crate::device::Slice;
+use crate::device::{Slice, Stream};
 
 impl CudaStream {
     /// `to = from`, in stream order; one of them or both are memory of the device, the other one is

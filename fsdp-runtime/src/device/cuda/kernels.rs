@@ -97,8 +97,7 @@ impl Kernels {
                 check(stream, &[slice])?;
                 let name = fsdp_kernels::accumulate(dtype(slice), dtype(slice));
                 let len = slice.len() as u64;
-                let args =
-                    AccumulateArgs { acc: address(slice), values: 0, len, beta: *factor, scale: 0.0 };
+                let args = AccumulateArgs { acc: address(slice), values: 0, len, beta: *factor, scale: 0.0 };
                 // SAFETY: the arguments are of this kernel; `values` is not read with a scale of 0.
                 unsafe { self.launch(stream, name, &args, &[slice]) }
             }
