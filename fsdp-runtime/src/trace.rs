@@ -36,14 +36,20 @@ pub struct Tracer {
 struct Records {
     spans: Vec<Span>,
     /// Spans whose end is still to come when they are recorded, without their times.
-    enqueued: Vec<(Span, Arc<dyn Mark>, Arc<dyn Mark>)>,
+    enqueued: Vec<Enqueued>,
+}
+
+struct Enqueued {
+    span: Span,
+    start: Arc<dyn Mark>,
+    end: Arc<dyn Mark>,
 }
 
 impl Records {
     /// Times the spans that are over.
     fn collect(&mut self) {
         let Records { spans, enqueued } = self;
-        enqueued.retain_mut(|(span, start, end)| match (start.time(), end.time()) {
+        enqueued.retain(|Enqueued { span, start, end }| match (start.time(), end.time()) {
             (Some(start), Some(end)) => {
                 spans.push(Span { start, end, ..span.clone() });
                 false
@@ -86,7 +92,7 @@ impl Tracer {
         let start = stream.mark()?;
         enqueue()?;
         let span = Span { lane, name, unit: unit.clone(), issued, start: 0, end: 0 };
-        self.records.lock().enqueued.push((span, start, stream.mark()?));
+        self.records.lock().enqueued.push(Enqueued { span, start, end: stream.mark()? });
         Ok(())
     }
 

@@ -76,7 +76,7 @@ impl fmt::Debug for PinnedMemory {
 const EMPTY: NonNull<u8> = NonNull::without_provenance(NonZero::new(ALIGN).unwrap());
 
 impl CudaBlock {
-    fn new(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
+    fn boxed(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
         Box::new(CudaBlock { ptr, bytes, kind, device: device.clone(), uses: Mutex::default() })
     }
 
@@ -138,7 +138,7 @@ impl Memory for CudaMemory {
         let CudaMemory(device) = self;
         device.check()?;
         if bytes == 0 {
-            return Ok(CudaBlock::new(device, Kind::Device, 0, EMPTY));
+            return Ok(CudaBlock::boxed(device, Kind::Device, 0, EMPTY));
         }
         let state = device.state();
         let stream = state.compute.cu_stream();
@@ -151,7 +151,7 @@ impl Memory for CudaMemory {
         });
         match allocated.map(|ptr| NonZero::new(ptr as usize)) {
             Ok(Some(ptr)) => {
-                Ok(CudaBlock::new(device, Kind::Device, bytes, NonNull::without_provenance(ptr)))
+                Ok(CudaBlock::boxed(device, Kind::Device, bytes, NonNull::without_provenance(ptr)))
             }
             Ok(None) => Err(exhausted(device, bytes, "the driver gave no address".into())),
             Err(error) if is_out_of_memory(error) => Err(exhausted(device, bytes, free_memory(device))),
@@ -177,7 +177,7 @@ impl Memory for PinnedMemory {
         let PinnedMemory(device) = self;
         device.check()?;
         if bytes == 0 {
-            return Ok(CudaBlock::new(device, Kind::Pinned, 0, EMPTY));
+            return Ok(CudaBlock::boxed(device, Kind::Pinned, 0, EMPTY));
         }
         let bound = device.state().context.bind_to_thread();
         // SAFETY: the flags are those of plain page-locked memory; it is set below.
@@ -186,7 +186,7 @@ impl Memory for PinnedMemory {
             Ok(Some(ptr)) => {
                 // SAFETY: `bytes` bytes of host memory were allocated at `ptr`, and are ours alone.
                 unsafe { ptr.write_bytes(0, bytes) };
-                Ok(CudaBlock::new(device, Kind::Pinned, bytes, ptr))
+                Ok(CudaBlock::boxed(device, Kind::Pinned, bytes, ptr))
             }
             Ok(None) => Err(exhausted(device, bytes, "the driver gave no address".into())),
             Err(error) => Err(exhausted(device, bytes, format!("page-locked: {}", words(error)))),
@@ -194,9 +194,16 @@ impl Memory for PinnedMemory {
     }
 }
 
-/// Notes that `stream` uses `slices` until `event`.
-pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, event: &Arc<cuda::CudaEvent>, slices: &[&Slice]) {
-    for block in slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>()) {
+/// Notes that `stream` uses `slices` until its present end.
+pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Result<(), cuda::DriverError> {
+    let blocks = slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>());
+    // What is done on the stream that they are freed on is in order as it is.
+    let blocks: Vec<_> = blocks.filter(|block| !Arc::ptr_eq(&block.device.state().compute, stream)).collect();
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let event = Arc::new(stream.record_event(None)?);
+    for block in blocks {
         let mut uses = block.uses.lock();
         // The later event of a stream says what the earlier one did.
         match uses.iter_mut().find(|used| Arc::ptr_eq(&used.stream, stream)) {
@@ -204,6 +211,7 @@ pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, event: &Arc<cuda::CudaEve
             None => uses.push(Use { stream: stream.clone(), event: event.clone() }),
         }
     }
+    Ok(())
 }
 
 /// Where a slice's memory is, for the streams of `device`.

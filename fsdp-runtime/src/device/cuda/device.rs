@@ -141,10 +141,6 @@ impl CudaDevice {
     pub(super) fn state(&self) -> &State {
         &self.0
     }
-
-    pub(super) fn is(&self, other: &CudaDevice) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
 }
 
 impl fmt::Debug for CudaDevice {

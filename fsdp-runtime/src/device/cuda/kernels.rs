@@ -112,15 +112,9 @@ impl Kernels {
         }
     }
 
-    /// `out (+)= scale * sum of sources`, in their order, in f32.
-    ///
-    /// # Errors
-    /// If there is no such sum ([`fsdp_kernels::sum_ranks`]), memory is of another kind, and those of the driver.
-    ///
     /// # Safety
-    /// All are as long; the caller's stream order lets the stream read the sources and write `out`, which is one of them
-    /// or apart from all.
-    pub unsafe fn sum_ranks(
+    /// That of [`CudaStream::sum_ranks`].
+    unsafe fn sum_ranks(
         &self,
         stream: &CudaStream,
         sources: &[Slice],
@@ -144,6 +138,28 @@ impl Kernels {
         let args = SumRanksArgs::new(&addresses, address(out), out.len() as u64, scale, add);
         // SAFETY: the arguments are of this kernel; the rest is the caller's promise.
         unsafe { self.launch(stream, name, &args, &slices) }
+    }
+}
+
+impl CudaStream {
+    /// `out (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once.
+    ///
+    /// # Errors
+    /// If `out` is neither of f32 nor of the sources' dtype, memory is of another device, and those of the driver.
+    ///
+    /// # Safety
+    /// All slices are as long; the caller's stream order lets the stream read the sources and write `out`, which is one
+    /// of them or apart from all.
+    pub unsafe fn sum_ranks(
+        &self,
+        sources: &[Slice],
+        out: &Slice,
+        scale: f32,
+        accumulate: Accumulate,
+    ) -> Result<(), CommError> {
+        let kernels = &self.device().state().kernels;
+        // SAFETY: the caller's promise.
+        unsafe { kernels.sum_ranks(self, sources, out, scale, accumulate) }
     }
 }
 

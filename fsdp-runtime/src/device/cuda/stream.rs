@@ -71,18 +71,11 @@ impl CudaStream {
         self.device.check()?;
         let bound = self.device.state().context.bind_to_thread();
         let bound = bound.map_err(on_stream(&self.name, "binding the context"));
-        let enqueued = bound.and_then(|()| enqueue(&self.stream)).and_then(|()| self.note(slices));
+        let enqueued = bound.and_then(|()| enqueue(&self.stream));
+        let enqueued = enqueued.and_then(|()| {
+            note_use(&self.stream, slices).map_err(on_stream(&self.name, "recording an event"))
+        });
         enqueued.inspect_err(|error| self.device.fail(error.clone()))
-    }
-
-    /// Memory is freed in the order of the compute stream: only what others do must be noted.
-    fn note(&self, slices: &[&Slice]) -> Result<(), CommError> {
-        if Arc::ptr_eq(&self.stream, &self.device.state().compute) || slices.is_empty() {
-            return Ok(());
-        }
-        let event = self.stream.record_event(None).map_err(on_stream(&self.name, "recording an event"))?;
-        note_use(&self.stream, &Arc::new(event), slices);
-        Ok(())
     }
 }
 
@@ -103,7 +96,10 @@ unsafe extern "C" fn run_host_call(call: *mut c_void) {
     let outcome = catch_unwind(AssertUnwindSafe(|| match device.check() {
         Ok(()) => work(),
         // What unrun work holds may act on being dropped: collectives tell their peers.
-        Err(_) => Ok(drop(work)),
+        Err(_) => {
+            drop(work);
+            Ok(())
+        }
     }));
     let outcome = outcome.unwrap_or_else(|payload| {
         let message = format!("work panicked: {}", panic_text(payload.as_ref()));
