@@ -35,9 +35,11 @@ mod kernel;
 #[allow(missing_docs)]
 mod kernel_abi;
 mod library;
+mod mutation;
 mod session;
 
 pub use finding::{Finding, Kind};
 pub use kernel::{Access, Launch};
+pub use mutation::{LeftOut, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

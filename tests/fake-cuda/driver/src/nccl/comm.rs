@@ -14,7 +14,7 @@ use crate::abi::{In, Out, Raw};
 use crate::driver::current_context;
 use crate::queue::Work;
 use crate::report::Kind;
-use crate::scheduler::{self, Patience};
+use crate::scheduler::{self, Mode, Patience};
 use crate::state::{CHANGED, Held, State, Tag};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub enum Life {
     /// Ranks are missing.
     Forming,
     Ready,
+    /// Finalized by a call that did not block, and not asked for since.
+    Finalizing,
     Finalized,
     Aborted,
     Destroyed,
@@ -149,7 +151,8 @@ pub fn wait_until_formed(held: &mut Held, comm: usize) -> Answer {
         let reason = format!("{} lacks ranks that have not joined", held.nccl.comms[comm].name);
         patience.wait(held, &reason).map_err(|_| Code::SYSTEM_ERROR)?;
     }
-    Ok(())
+    // Another thread may have given up on it meanwhile.
+    if held.nccl.comms[comm].life == Life::Aborted { Err(Code::INVALID_USAGE) } else { Ok(()) }
 }
 
 fn join_by_id(held: &mut Held, id: &[u8], size: c_int, rank: c_int, blocking: bool) -> Answer<usize> {
@@ -320,14 +323,16 @@ pub extern "C" fn ncclCommCuDevice(comm: Raw, device: Out<c_int>) -> Code {
 pub extern "C" fn ncclCommGetAsyncError(comm: Raw, error: Out<Code>) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
-        let code = if held.nccl.comms[comm].life == Life::Forming {
-            Code::IN_PROGRESS
-        } else if group::submit_held_back(held, comm)? {
-            held.nccl.comms[comm].error
-        } else {
-            Code::IN_PROGRESS
+        let settled = match held.nccl.comms[comm].life {
+            Life::Forming => false,
+            Life::Finalizing => {
+                finish(held, comm)?;
+                held.nccl.comms[comm].life = Life::Finalized;
+                false
+            }
+            _ => group::submit_held_back(held, comm)?,
         };
-        Ok(error.set(code)?)
+        Ok(error.set(if settled { held.nccl.comms[comm].error } else { Code::IN_PROGRESS })?)
     })
 }
 
@@ -354,6 +359,10 @@ pub extern "C" fn ncclCommFinalize(comm: Raw) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
         group::check_settled(held, comm, "ncclCommFinalize")?;
+        if !held.nccl.comms[comm].blocking && held.scheduler.mode != Mode::Earliest {
+            held.nccl.comms[comm].life = Life::Finalizing;
+            return Err(Code::IN_PROGRESS);
+        }
         finish(held, comm)?;
         held.nccl.comms[comm].life = Life::Finalized;
         Ok(())
