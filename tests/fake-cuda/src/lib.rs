@@ -5,7 +5,7 @@
 //! was forgotten gives stale values every time; and whatever the schedule, two operations that touch the same bytes
 //! without being ordered are a [`Finding`]. A session that ends with findings nobody took panics.
 //!
-//! ```no_run
+//! ```
 //! use fake_cuda::{Access, Schedule, Session};
 //!
 //! let session = Session::new(Schedule::Latest);

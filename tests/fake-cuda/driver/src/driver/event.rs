@@ -64,6 +64,7 @@ pub extern "C" fn cuEventDestroy_v2(event: Raw) -> Status {
     call(|held| {
         let event = find(held, event)?;
         held.events[event].destroyed = true;
+        held.events[event].recorded = None;
         Ok(())
     })
 }
