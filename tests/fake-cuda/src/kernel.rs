@@ -95,9 +95,11 @@ impl Launch<'_> {
 
 struct Kernel {
     sizes: Vec<usize>,
-    accesses: Box<dyn Fn(&Launch<'_>) -> Vec<Access> + Send + Sync>,
-    run: Box<dyn Fn(&Launch<'_>) + Send + Sync>,
+    accesses: Box<Body<Vec<Access>>>,
+    run: Box<Body<()>>,
 }
+
+type Body<R> = dyn Fn(&Launch<'_>) -> R + Send + Sync;
 
 impl Kernel {
     /// The kernel that was registered with `data`, and a launch of it.

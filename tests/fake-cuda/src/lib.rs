@@ -5,7 +5,7 @@
 //! was forgotten gives stale values every time; and whatever the schedule, two operations that touch the same bytes
 //! without being ordered are a [`Finding`]. A session that ends with findings nobody took panics.
 //!
-//! ```no_run
+//! ```
 //! use fake_cuda::{Access, Schedule, Session};
 //!
 //! let session = Session::new(Schedule::Latest);
@@ -35,9 +35,11 @@ mod kernel;
 #[allow(missing_docs)]
 mod kernel_abi;
 mod library;
+mod mutation;
 mod session;
 
 pub use finding::{Finding, Kind};
 pub use kernel::{Access, Launch};
+pub use mutation::{LeftOut, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

@@ -7,7 +7,9 @@ use fake_cuda::{Kind, Schedule, Session};
 
 const N: usize = 256;
 
-fn setup() -> Result<(Arc<CudaContext>, Arc<CudaStream>, Arc<CudaStream>), DriverError> {
+type Setup = (Arc<CudaContext>, Arc<CudaStream>, Arc<CudaStream>);
+
+fn setup() -> Result<Setup, DriverError> {
     let context = CudaContext::new(0)?;
     // SAFETY: the tests order the streams themselves, or mean not to.
     unsafe { context.disable_event_tracking() };

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::abi::{In, Out, Raw, Status, Text};
 use crate::driver::{self, Kernel, find_stream};
 use crate::kernel_abi::{Declare, Run};
+use crate::mutation::{Mutation, Step};
 use crate::race::Access;
 use crate::scheduler::{Mode, Scheduler};
 use crate::state::{CHANGED, lock};
@@ -97,6 +98,26 @@ pub extern "C" fn fake_cuda_usage(device: usize, now: Out<usize>, peak: Out<usiz
     let usage = lock().usage.get(&device).copied().unwrap_or_default();
     now.set_if_wanted(usage.now);
     peak.set_if_wanted(usage.peak);
+}
+
+/// Leaves out one step of a stream, the `nth` of its kind on a device from 0: see `mutation`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_leave_out(step: c_int, device: usize, nth: u64) {
+    if let Some(step) = Step::find(step) {
+        lock().mutations.leave_out(Mutation { step, device, nth });
+    }
+}
+
+/// What became of it: 0 it has not come, 1 left out, 2 left out and not needed.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_left_out() -> c_int {
+    lock().mutations.fate as c_int
+}
+
+/// How many such steps the streams of a device have made.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_steps(step: c_int, device: usize) -> u64 {
+    Step::find(step).map_or(0, |step| lock().mutations.seen(step, device))
 }
 
 /// How many operations have not run.

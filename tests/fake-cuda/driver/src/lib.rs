@@ -14,6 +14,7 @@ mod control;
 mod driver;
 mod heap;
 mod kernel_abi;
+mod mutation;
 mod names;
 mod nccl;
 mod queue;

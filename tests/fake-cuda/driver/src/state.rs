@@ -10,6 +10,7 @@ use crate::capture::Capture;
 use crate::clock::Lanes;
 use crate::driver::{Context, Event, Function, Graph, GraphExec, Kernel, Module, Pool};
 use crate::heap::Heap;
+use crate::mutation::Mutations;
 use crate::nccl::Nccl;
 use crate::queue::{Stream, StreamId};
 use crate::report::{Kind, Reports};
@@ -60,6 +61,7 @@ pub struct State {
     /// How many allocations on devices still succeed before one fails.
     pub allocations_left: Option<u64>,
     pub lanes: Lanes,
+    pub mutations: Mutations,
     pub contexts: Vec<Context>,
     pub streams: Vec<Stream>,
     pub events: Vec<Event>,

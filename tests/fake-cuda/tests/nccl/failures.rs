@@ -41,7 +41,8 @@ fn ranks_that_call_different_collectives_are_found() {
 
 #[test]
 fn ranks_that_differ_in_count_dtype_or_reduction_are_found() {
-    let differ: [(&str, fn(&Rank)); 3] = [
+    type Difference = (&'static str, fn(&Rank));
+    let differ: [Difference; 3] = [
         ("of 4 F32, sum, rank 1 calls ncclAllReduce of 5 F32, sum", |rank| {
             all_reduce::<f32>(rank, 4 + rank.rank, ncclRedOp_t::ncclSum);
         }),

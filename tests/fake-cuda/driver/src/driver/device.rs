@@ -130,6 +130,16 @@ pub extern "C" fn cuCtxEnablePeerAccess(_peer: usize, _flags: c_uint) -> Status 
     Status::SUCCESS
 }
 
+#[unsafe(no_mangle)]
+pub extern "C" fn cuProfilerStart() -> Status {
+    Status::SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuProfilerStop() -> Status {
+    Status::SUCCESS
+}
+
 /// The result codes that this library returns, with the texts of the real one.
 const ERRORS: &[(Status, &std::ffi::CStr, &std::ffi::CStr)] = &[
     (Status::SUCCESS, c"CUDA_SUCCESS", c"no error"),

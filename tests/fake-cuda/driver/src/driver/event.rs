@@ -8,6 +8,7 @@ use super::{call, current_context, find_stream};
 use crate::abi::{Out, Outcome, Raw, Status};
 use crate::capture::Mark;
 use crate::clock::Clock;
+use crate::mutation::Step;
 use crate::queue::{Position, Work};
 use crate::report::Kind;
 use crate::scheduler;
@@ -63,6 +64,7 @@ pub extern "C" fn cuEventDestroy_v2(event: Raw) -> Status {
     call(|held| {
         let event = find(held, event)?;
         held.events[event].destroyed = true;
+        held.events[event].recorded = None;
         Ok(())
     })
 }
@@ -76,6 +78,9 @@ pub extern "C" fn cuEventRecord(event: Raw, stream: Raw) -> Status {
             let (event, stream) = (&held.events[event].name, &held.streams[stream].name);
             let message = format!("{event} is recorded on {stream}, of another context");
             return held.misuse(Status::INVALID_HANDLE, message);
+        }
+        if held.leaves_out(Step::Record, stream, None) {
+            return Ok(());
         }
         held.events[event].mark = held.mark(stream)?;
         if held.events[event].mark.is_some() {

@@ -268,6 +268,18 @@ pub extern "C" fn ncclBroadcast(
 }
 
 #[unsafe(no_mangle)]
+pub extern "C" fn ncclBcast(
+    buffer: Raw,
+    count: usize,
+    dtype: c_int,
+    root: c_int,
+    comm: Raw,
+    stream: Raw,
+) -> Code {
+    ncclBroadcast(buffer, buffer, count, dtype, root, comm, stream)
+}
+
+#[unsafe(no_mangle)]
 pub extern "C" fn ncclAlltoAll(
     send: Raw,
     receive: Raw,

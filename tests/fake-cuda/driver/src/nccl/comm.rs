@@ -9,12 +9,12 @@ use std::ops::Range;
 use super::group::{self, enter_group};
 use super::redop::RedOp;
 use super::rendezvous::{Message, Round};
+use super::split::Split;
 use super::{Answer, Code, call};
 use crate::abi::{In, Out, Raw};
 use crate::driver::current_context;
-use crate::queue::Work;
 use crate::report::Kind;
-use crate::scheduler::{self, Patience};
+use crate::scheduler::{self, Mode, Patience};
 use crate::state::{CHANGED, Held, State, Tag};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub enum Life {
     /// Ranks are missing.
     Forming,
     Ready,
+    /// Finalized by a call that did not block, and not asked for since.
+    Finalizing,
     Finalized,
     Aborted,
     Destroyed,
@@ -60,15 +62,7 @@ pub struct Clique {
     pub members: Vec<Option<usize>>,
     pub rounds: HashMap<u64, Round>,
     pub mail: HashMap<(usize, usize, u64), Message>,
-    splits: HashMap<u64, Vec<Split>>,
-}
-
-/// A rank's part in a split.
-struct Split {
-    comm: usize,
-    color: c_int,
-    key: c_int,
-    rank: usize,
+    pub splits: HashMap<u64, Vec<Split>>,
 }
 
 /// The fields of `ncclConfig_t` that are in every version.
@@ -83,7 +77,7 @@ pub struct Config {
 
 impl Config {
     /// Whether calls block: as the configuration says, or as `otherwise` if it leaves it open.
-    fn blocking(held: &mut State, config: &In<Config>, otherwise: bool) -> Answer<bool> {
+    pub fn blocking(held: &mut State, config: &In<Config>, otherwise: bool) -> Answer<bool> {
         const MAGIC: c_uint = 0xcafe_beef;
         const UNDEFINED: c_int = c_int::MIN;
         if config.is_null() {
@@ -98,7 +92,7 @@ impl Config {
     }
 }
 
-fn add(held: &mut Held, clique: usize, rank: usize, blocking: bool) -> Answer<usize> {
+pub fn add(held: &mut Held, clique: usize, rank: usize, blocking: bool) -> Answer<usize> {
     let context = current_context(held)?;
     let device = held.contexts[context].device;
     let index = held.nccl.comms.len();
@@ -123,7 +117,7 @@ fn add(held: &mut Held, clique: usize, rank: usize, blocking: bool) -> Answer<us
 }
 
 /// Puts a communicator into its place; the last one makes them all ready.
-fn join(held: &mut Held, clique: usize, rank: usize, comm: usize) {
+pub fn join(held: &mut Held, clique: usize, rank: usize, comm: usize) {
     held.nccl.cliques[clique].members[rank] = Some(comm);
     if let Some(members) = held.nccl.cliques[clique].members.iter().copied().collect::<Option<Vec<_>>>() {
         members.into_iter().for_each(|member| held.nccl.comms[member].life = Life::Ready);
@@ -132,7 +126,7 @@ fn join(held: &mut Held, clique: usize, rank: usize, comm: usize) {
 }
 
 /// Waits until a communicator has all its ranks, if its calls block and no group is open.
-fn settle(held: &mut Held, comm: usize) -> Answer {
+pub fn settle(held: &mut Held, comm: usize) -> Answer {
     if enter_group(|group| group.forming.push(comm)) {
         return Ok(());
     }
@@ -149,7 +143,8 @@ pub fn wait_until_formed(held: &mut Held, comm: usize) -> Answer {
         let reason = format!("{} lacks ranks that have not joined", held.nccl.comms[comm].name);
         patience.wait(held, &reason).map_err(|_| Code::SYSTEM_ERROR)?;
     }
-    Ok(())
+    // Another thread may have given up on it meanwhile.
+    if held.nccl.comms[comm].life == Life::Aborted { Err(Code::INVALID_USAGE) } else { Ok(()) }
 }
 
 fn join_by_id(held: &mut Held, id: &[u8], size: c_int, rank: c_int, blocking: bool) -> Answer<usize> {
@@ -177,7 +172,7 @@ fn join_by_id(held: &mut Held, id: &[u8], size: c_int, rank: c_int, blocking: bo
     Ok(comm)
 }
 
-fn new_clique(held: &mut Held, size: usize) -> usize {
+pub fn new_clique(held: &mut Held, size: usize) -> usize {
     held.nccl.cliques.push(Clique { size, members: vec![None; size], ..Clique::default() });
     held.nccl.cliques.len() - 1
 }
@@ -243,56 +238,6 @@ pub extern "C" fn ncclCommInitAll(comms: Out<Raw>, size: c_int, devices: In<c_in
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn ncclCommSplit(
-    comm: Raw,
-    color: c_int,
-    key: c_int,
-    new: Out<Raw>,
-    config: In<Config>,
-) -> Code {
-    const NO_COLOR: c_int = -1;
-    call(|held| {
-        let parent = held.find_comm(comm)?;
-        group::check_settled(held, parent, "ncclCommSplit")?;
-        let inherited = held.nccl.comms[parent].blocking;
-        let blocking = Config::blocking(held, &config, inherited)?;
-        let (clique, rank) = (held.nccl.comms[parent].clique, held.nccl.comms[parent].rank);
-        // Which clique it gets is known when all ranks have come.
-        let child = add(held, clique, rank, blocking)?;
-        let round = held.nccl.comms[parent].splits;
-        held.nccl.comms[parent].splits += 1;
-        let size = held.nccl.cliques[clique].size;
-        let parts = held.nccl.cliques[clique].splits.entry(round).or_default();
-        parts.push(Split { comm: child, color, key, rank });
-        if parts.len() == size {
-            let parts = held.nccl.cliques[clique].splits.remove(&round).unwrap_or_default();
-            split(held, parts);
-        }
-        if color == NO_COLOR {
-            new.set(0)?;
-            held.nccl.comms[child].life = Life::Destroyed;
-            return Ok(());
-        }
-        new.set(Tag::Comm.handle(child))?;
-        settle(held, child)
-    })
-}
-
-/// Makes a clique of each color, its ranks ordered by key and then by rank in the parent.
-fn split(held: &mut Held, mut parts: Vec<Split>) {
-    parts.sort_by_key(|part| (part.color, part.key, part.rank));
-    for members in parts.chunk_by(|a, b| a.color == b.color).filter(|members| members[0].color >= 0) {
-        let clique = new_clique(held, members.len());
-        for (rank, part) in members.iter().enumerate() {
-            let comm = &mut held.nccl.comms[part.comm];
-            (comm.clique, comm.rank) = (clique, rank);
-            comm.name = format!("communicator {} (rank {rank})", part.comm);
-            join(held, clique, rank, part.comm);
-        }
-    }
-}
-
-#[unsafe(no_mangle)]
 pub extern "C" fn ncclCommCount(comm: Raw, count: Out<c_int>) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
@@ -320,30 +265,27 @@ pub extern "C" fn ncclCommCuDevice(comm: Raw, device: Out<c_int>) -> Code {
 pub extern "C" fn ncclCommGetAsyncError(comm: Raw, error: Out<Code>) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
-        let code = if held.nccl.comms[comm].life == Life::Forming {
-            Code::IN_PROGRESS
-        } else if group::submit_held_back(held, comm)? {
-            held.nccl.comms[comm].error
-        } else {
-            Code::IN_PROGRESS
+        let settled = match held.nccl.comms[comm].life {
+            Life::Forming => false,
+            Life::Finalizing => {
+                finish(held, comm)?;
+                held.nccl.comms[comm].life = Life::Finalized;
+                false
+            }
+            _ => group::submit_held_back(held, comm)?,
         };
-        Ok(error.set(code)?)
+        Ok(error.set(if settled { held.nccl.comms[comm].error } else { Code::IN_PROGRESS })?)
     })
 }
 
-/// Lets a rank go without the others: what it has queued completes without effect, what they wait for never does.
+/// Lets a rank go without the others: what it has queued completes without effect. What they wait for never does, and
+/// nobody tells them.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommAbort(comm: Raw) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
         held.nccl.comms[comm].life = Life::Aborted;
         group::drop_held_back(held, comm);
-        let members = held.nccl.cliques[held.nccl.comms[comm].clique].members.clone();
-        for member in members.into_iter().flatten().filter(|member| *member != comm) {
-            if held.nccl.comms[member].error == Code::SUCCESS && held.has_unfinished_launches(member) {
-                held.nccl.comms[member].error = Code::REMOTE_ERROR;
-            }
-        }
         CHANGED.notify_all();
         Ok(())
     })
@@ -354,6 +296,10 @@ pub extern "C" fn ncclCommFinalize(comm: Raw) -> Code {
     call(|held| {
         let comm = held.find_comm(comm)?;
         group::check_settled(held, comm, "ncclCommFinalize")?;
+        if !held.nccl.comms[comm].blocking && held.scheduler.mode != Mode::Earliest {
+            held.nccl.comms[comm].life = Life::Finalizing;
+            return Err(Code::IN_PROGRESS);
+        }
         finish(held, comm)?;
         held.nccl.comms[comm].life = Life::Finalized;
         Ok(())
@@ -386,14 +332,4 @@ fn finish(held: &mut Held, comm: usize) -> Answer {
         scheduler::run_until(held, at)?;
     }
     Ok(())
-}
-
-impl State {
-    /// Whether operations of a communicator are queued.
-    fn has_unfinished_launches(&self, comm: usize) -> bool {
-        self.streams
-            .iter()
-            .flat_map(|stream| &stream.queue)
-            .any(|op| matches!(op.work, Work::Launch(launch) if self.nccl.launches[launch].concerns(comm)))
-    }
 }

@@ -5,9 +5,8 @@
 use std::cell::RefCell;
 
 use super::calls::Part;
-use super::comm::wait_until_formed;
+use super::comm::{Life, wait_until_formed};
 use super::{Answer, Code, call, rendezvous};
-use crate::abi::Raw;
 use crate::queue::StreamId;
 use crate::scheduler::{self, Mode};
 use crate::state::Held;
@@ -90,7 +89,8 @@ pub fn drop_held_back(held: &mut Held, comm: usize) {
 
 /// Refuses a call on a communicator whose last one is still in progress.
 pub fn check_settled(held: &mut Held, comm: usize, name: &str) -> Answer {
-    if held.nccl.held_back.iter().any(|batch| batch.concerns(comm)) {
+    let finalizing = held.nccl.comms[comm].life == Life::Finalizing;
+    if finalizing || held.nccl.held_back.iter().any(|batch| batch.concerns(comm)) {
         let message =
             format!("{name} on {} before its last call is out of progress", held.nccl.comms[comm].name);
         return held.nccl_misuse(Code::INVALID_USAGE, message);
@@ -123,12 +123,6 @@ pub extern "C" fn ncclGroupEnd() -> Code {
         }
         if group.parts.is_empty() { Ok(()) } else { launch(held, group.parts) }
     })
-}
-
-/// Nothing here takes time to estimate.
-#[unsafe(no_mangle)]
-pub extern "C" fn ncclGroupSimulateEnd(_info: Raw) -> Code {
-    ncclGroupEnd()
 }
 
 /// Lets the scheduler run after a launch.

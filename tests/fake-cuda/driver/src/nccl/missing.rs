@@ -18,8 +18,8 @@ macro_rules! missing {
 }
 
 missing! {
-    ncclBcast ncclCommGetUniqueId ncclCommGrow ncclCommInitRankScalable ncclCommMemStats ncclCommResume
-    ncclCommRevoke ncclCommShrink ncclCommSuspend ncclGather ncclParamBind ncclParamDumpAll ncclParamGet
+    ncclCommGetUniqueId ncclCommGrow ncclCommInitRankScalable ncclCommMemStats ncclCommResume
+    ncclCommRevoke ncclCommShrink ncclCommSuspend ncclGather ncclGroupSimulateEnd ncclParamBind ncclParamDumpAll ncclParamGet
     ncclParamGetAllParameterKeys ncclParamGetI16 ncclParamGetI32 ncclParamGetI64 ncclParamGetI8
     ncclParamGetParameter ncclParamGetStr ncclParamGetU16 ncclParamGetU32 ncclParamGetU64 ncclParamGetU8
     ncclPutSignal ncclResetDebugInit ncclScatter ncclSignal ncclWaitSignal ncclWinGetUserPtr

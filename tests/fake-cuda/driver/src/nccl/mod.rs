@@ -6,11 +6,13 @@
 mod arithmetic;
 mod calls;
 mod comm;
+mod exchange;
 mod group;
 mod memory;
 mod missing;
 mod redop;
 mod rendezvous;
+mod split;
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
