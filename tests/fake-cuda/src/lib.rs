@@ -40,6 +40,6 @@ mod session;
 
 pub use finding::{Finding, Kind};
 pub use kernel::{Access, Launch};
-pub use mutation::{LeftOut, Step, Survivor, survivors};
+pub use mutation::{LeftOut, Of, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 use crate::abi::{Outcome, Status};
+use crate::clock::thread_name;
 use crate::nccl;
 use crate::queue::{Operation, Position, StreamId, Work};
 use crate::report::Kind;
@@ -134,8 +135,7 @@ impl Patience {
         if !timed_out {
             return Ok(());
         }
-        let thread = std::thread::current();
-        let name = thread.name().unwrap_or("unnamed");
+        let name = thread_name();
         held.reports.add(Kind::Deadlock, format!("thread {name:?} waits for what does not come: {reason}"));
         Err(Status::LAUNCH_TIMEOUT)
     }

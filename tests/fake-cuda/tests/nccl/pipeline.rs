@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DriverError};
 use cudarc::nccl::sys::{self, ncclRedOp_t};
-use fake_cuda::{Schedule, Session, Step, survivors};
+use fake_cuda::{Of, Schedule, Session, Step, survivors};
 
 use super::world::{Element, Rank, at, check, launch};
 
@@ -98,9 +98,9 @@ fn every_schedule_trains_alike() {
 
 #[test]
 fn each_wait_and_record_is_missed() {
-    for device in 0..2 {
-        let found = survivors(device, |_| {
-            let results = launch(2, |rank| train(rank));
+    for of in [Of::Device(0), Of::Thread("rank1")] {
+        let found = survivors(of, |_| {
+            let results = launch(2, train);
             let right = |(rank, result): (usize, &Result<_, _>)| {
                 result.as_ref().is_ok_and(|results: &Vec<Vec<f32>>| is_right(2, rank, results))
             };
