@@ -35,11 +35,13 @@ mod kernel;
 #[allow(missing_docs)]
 mod kernel_abi;
 mod library;
+mod log;
 mod mutation;
 mod session;
 
 pub use finding::{Finding, Kind};
 pub use kernel::{Access, Launch};
+pub use log::Operation;
 pub use mutation::{LeftOut, Of, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

@@ -29,7 +29,10 @@ pub struct Control {
     pub host_access: extern "C" fn(usize, usize, bool),
     pub release: extern "C" fn() -> u64,
     pub acquire: extern "C" fn(u64),
-    pub lose_rank: extern "C" fn(usize, u64, bool),
+    pub lose_device: extern "C" fn(usize, u64, bool),
+    pub start_log: extern "C" fn(),
+    pub log: extern "C" fn(*mut u8, usize) -> usize,
+    pub is_ordered: extern "C" fn(usize, usize) -> bool,
 }
 
 /// The control functions; the first call loads the driver. Panics if it cannot be loaded under the real names.
@@ -65,7 +68,10 @@ pub fn control() -> &'static Control {
             host_access: find(library, "fake_cuda_host_access"),
             release: find(library, "fake_cuda_release"),
             acquire: find(library, "fake_cuda_acquire"),
-            lose_rank: find(library, "fake_nccl_lose_rank"),
+            lose_device: find(library, "fake_nccl_lose_device"),
+            start_log: find(library, "fake_cuda_start_log"),
+            log: find(library, "fake_cuda_log"),
+            is_ordered: find(library, "fake_cuda_is_ordered"),
         }
     })
 }

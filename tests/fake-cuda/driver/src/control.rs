@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::abi::{In, Out, Raw, Status, Text};
 use crate::driver::{self, Kernel, find_stream};
 use crate::kernel_abi::{Declare, Run};
+use crate::log::Log;
 use crate::mutation::{Mutation, Owner, Step};
 use crate::race::Access;
 use crate::scheduler::{Mode, Scheduler};
@@ -174,9 +175,32 @@ pub extern "C" fn fake_cuda_acquire(token: u64) {
     lock().lanes.acquire(token);
 }
 
-/// After `calls` more NCCL calls of `rank`, in any communicator, its part never arrives: those that need it hang until
-/// they are aborted, and learn why from `ncclCommGetAsyncError` if `reported`.
+/// After `calls` more NCCL calls of the rank on `device`, in any communicator, its part never arrives: those that need
+/// it hang until they are aborted, and learn why from `ncclCommGetAsyncError` if `reported`.
 #[unsafe(no_mangle)]
-pub extern "C" fn fake_nccl_lose_rank(rank: usize, calls: u64, reported: bool) {
-    lock().nccl.lose(rank, calls, reported);
+pub extern "C" fn fake_nccl_lose_device(device: usize, calls: u64, reported: bool) {
+    lock().nccl.lose(device, calls, reported);
+}
+
+/// From now on, remembers every operation: see `log`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_start_log() {
+    lock().log = Some(Log::default());
+}
+
+/// Copies the log into `buffer` and returns its length; see `log::Log::text`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_log(buffer: Out<u8>, room: usize) -> usize {
+    let held = lock();
+    let text = held.log.as_ref().map_or(String::new(), |log| log.text(&held.streams));
+    if text.len() <= room {
+        let _ = buffer.set_all(text.bytes());
+    }
+    text.len()
+}
+
+/// Whether the operation at `later` in the log waits for the one at `earlier`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_is_ordered(earlier: usize, later: usize) -> bool {
+    lock().log.as_ref().is_some_and(|log| log.is_ordered(earlier, later))
 }

@@ -14,6 +14,7 @@ mod control;
 mod driver;
 mod heap;
 mod kernel_abi;
+mod log;
 mod mutation;
 mod names;
 mod nccl;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crate::abi::{Outcome, Status};
 use crate::capture::Act;
-use crate::clock::Clock;
+use crate::clock::{Clock, this_thread};
 use crate::race::{self, Access};
 use crate::state::State;
 
@@ -124,7 +124,12 @@ impl State {
         let clock = &mut self.streams[stream].clock;
         clock.join(&known);
         let racing = race::enter(&mut self.heap, &mut self.reports, &name, position, clock, accesses);
+        let after = clock.clone();
         clock.learn(position);
+        if let Some(log) = &mut self.log {
+            let label = self.labels.get(&this_thread()).map_or("", String::as_str);
+            log.add(call, label, position, after);
+        }
         for earlier in racing {
             if let Some(operation) = self.streams[earlier.stream].pending(earlier.index) {
                 operation.rather_after.push(position);

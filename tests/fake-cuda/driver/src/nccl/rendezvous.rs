@@ -162,9 +162,10 @@ fn enter(held: &mut State, launch: usize, part: &Part) -> Meeting {
 }
 
 impl State {
-    /// Whether a test has lost this part's rank; the others may learn of it.
+    /// Whether a test has lost this part's device; the others may learn of it.
     fn is_lost(&mut self, part: &Part) -> bool {
-        let Some(lost) = self.nccl.lost.as_mut().filter(|lost| lost.rank == part.rank) else { return false };
+        let device = self.nccl.comms[part.comm].device;
+        let Some(lost) = self.nccl.lost.as_mut().filter(|lost| lost.device == device) else { return false };
         if lost.calls_left > 0 {
             lost.calls_left -= 1;
             return false;
