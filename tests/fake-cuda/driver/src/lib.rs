@@ -13,6 +13,7 @@ mod clock;
 mod control;
 mod driver;
 mod heap;
+mod host_functions;
 mod kernel_abi;
 mod log;
 mod mutation;

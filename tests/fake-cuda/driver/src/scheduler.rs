@@ -188,7 +188,7 @@ fn run_ahead(held: &mut Held) {
 }
 
 /// Runs what comes next on a stream, or what that needs; false if nothing can.
-fn advance(held: &mut Held, stream: StreamId) -> bool {
+pub fn advance(held: &mut Held, stream: StreamId) -> bool {
     let next =
         held.streams.get(stream).filter(|stream| !stream.queue.is_empty()).map(|stream| stream.done + 1);
     let target = next.map(|index| Position { stream, index });
@@ -330,27 +330,6 @@ fn execute(held: &mut Held, stream: StreamId) -> Step {
     held.ticks += 1;
     CHANGED.notify_all();
     Step::Moved
-}
-
-/// Runs host functions that nothing has needed for a while: the host may wait for one by means of its own.
-pub fn run_overdue_host_functions() {
-    const OVERDUE: Duration = Duration::from_millis(50);
-    loop {
-        std::thread::sleep(Duration::from_millis(10));
-        let mut held = crate::state::lock();
-        for stream in 0..held.streams.len() {
-            let overdue = |held: &State| {
-                held.streams.get(stream).is_some_and(|s| s.has_host_function_older_than(OVERDUE))
-            };
-            while overdue(&held) && advance(&mut held, stream) {}
-        }
-    }
-}
-
-impl crate::queue::Stream {
-    fn has_host_function_older_than(&self, age: Duration) -> bool {
-        self.queue.iter().any(|op| matches!(op.work, Work::Host(_, since) if since.elapsed() > age))
-    }
 }
 
 impl State {
