@@ -19,7 +19,8 @@
 //! ```
 //!
 //! # What all kernels keep
-//! - Results do not depend on the number of blocks, on alignment or on timing: every sum has one order.
+//! - Results do not depend on the number of blocks or on timing: every sum has one order. On alignment only sums along
+//!   the rows of RMSNorm and of logits depend, within rounding.
 //! - Arithmetic is f32 (norms and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW, reductions,
 //!   SwiGLU and the embedding's gradient give the bits of the CPU implementations.
 //! - Any length and offset is right; packs of four elements are used where addresses allow.
