@@ -15,12 +15,14 @@ use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
 use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
+use fsdp_models::pretrained::{SaveOptions, check_save_place, save_pretrained};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
-    Outputs, TrainOptions, TrainSummary, lanes, plot, quantity, report, shard, train,
+    CheckpointOptions, Outputs, RunCheckpoints, TrainOptions, TrainSummary, check_distinct, lanes, plot,
+    quantity, report, shard, train,
 };
-use fsdp_models::{Llama, LlamaConfig, ops};
+use fsdp_models::{Llama, LlamaConfig, Tokenizer, ops};
 
 /// Sequences of a step, and tokens of each, where neither an option nor a token file says.
 const DEFAULT_BATCH: usize = 16;
@@ -166,6 +168,9 @@ struct Files {
     /// Write the weights after the last step, as f32 safetensors
     #[arg(long, value_name = "FILE")]
     save_weights: Option<PathBuf>,
+    /// Write the model after the last step as a directory of Hugging Face's: a model of text with a tokenizer of bytes
+    #[arg(long, value_name = "DIR")]
+    save_pretrained: Option<PathBuf>,
     /// Write the first step's gradients, reduced and not clipped, as f32 safetensors
     #[arg(long, value_name = "FILE")]
     save_grads: Option<PathBuf>,
@@ -181,42 +186,56 @@ struct Files {
     /// Draw the trace of the last step
     #[arg(long, value_name = "FILE.svg")]
     trace_plot: Option<PathBuf>,
+    #[command(flatten)]
+    saving: Saving,
+}
+
+#[derive(Args)]
+#[command(next_help_heading = "Checkpoints")]
+struct Saving {
+    /// Save the state of the run into this directory as it goes on, and at its end
+    #[arg(long, value_name = "DIR")]
+    checkpoints: Option<PathBuf>,
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "STEPS", default_value_t = 100, requires = "checkpoints")]
+    save_every: usize,
+    /// Checkpoints that are kept, the latest ones
+    #[arg(long, value_name = "COUNT", default_value_t = 2, requires = "checkpoints")]
+    keep: usize,
+    /// Go on from the latest checkpoint: on any number of ranks, with any strategy
+    #[arg(long, requires = "checkpoints")]
+    resume: bool,
+}
+
+impl Saving {
+    fn open(&self, data: &dyn Batches) -> Result<Option<RunCheckpoints>> {
+        let open = |directory: &PathBuf| {
+            let directory = directory.clone();
+            let options =
+                CheckpointOptions { directory, every: self.save_every, keep: self.keep, resume: self.resume };
+            RunCheckpoints::open(&options, data)
+        };
+        Ok(self.checkpoints.as_ref().map(open).transpose()?)
+    }
 }
 
 impl Files {
     /// No output may be another output or an input that is read while training: it would be lost.
     fn check_distinct(&self) -> Result<()> {
+        let text = self.text.iter().map(|path| ("--text", Some(path.as_path())));
+        let inputs = [("--tokens", self.tokens.as_deref()), ("--weights", self.weights.as_deref())];
         let outputs = [
-            ("--save-weights", &self.save_weights),
-            ("--save-grads", &self.save_grads),
-            ("--metrics", &self.metrics),
-            ("--plot", &self.plot),
-            ("--trace", &self.trace),
-            ("--trace-plot", &self.trace_plot),
+            ("--save-weights", self.save_weights.as_deref()),
+            ("--save-pretrained", self.save_pretrained.as_deref()),
+            ("--save-grads", self.save_grads.as_deref()),
+            ("--metrics", self.metrics.as_deref()),
+            ("--plot", self.plot.as_deref()),
+            ("--trace", self.trace.as_deref()),
+            ("--trace-plot", self.trace_plot.as_deref()),
+            ("--checkpoints", self.saving.checkpoints.as_deref()),
         ];
-        let inputs = [("--tokens", &self.tokens), ("--weights", &self.weights)];
-        let inputs = inputs.into_iter().filter_map(|(option, path)| Some((option, path.as_ref()?)));
-        let mut taken: Vec<_> = inputs
-            .chain(self.text.iter().map(|path| ("--text", path)))
-            .map(|(option, path)| (option, real_path(path)))
-            .collect();
-        for (option, path) in outputs.into_iter().filter_map(|(option, path)| Some((option, path.as_ref()?)))
-        {
-            let real = real_path(path);
-            if let Some((other, _)) = taken.iter().find(|(_, taken)| *taken == real) {
-                bail!("{option} and {other} are the same file, `{}`", path.display());
-            }
-            taken.push((option, real));
-        }
-        Ok(())
+        Ok(check_distinct(inputs.into_iter().chain(text), outputs)?)
     }
-}
-
-/// The file a path leads to, whether it exists yet or not.
-fn real_path(path: &Path) -> PathBuf {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let in_folder = || Some(folder.canonicalize().ok()?.join(path.file_name()?));
-    path.canonicalize().ok().or_else(in_folder).unwrap_or_else(|| path.to_path_buf())
 }
 
 #[derive(Clone, Copy, Default, ValueEnum)]
@@ -287,17 +306,32 @@ fn run(options: Options) -> Result<()> {
     let plot_file = files.plot.as_deref().map(AtomicFile::create).transpose()?;
     let trace_file = files.trace.as_deref().map(AtomicFile::create).transpose()?;
     let trace_plot_file = files.trace_plot.as_deref().map(AtomicFile::create).transpose()?;
-    let metrics = files.metrics.as_deref().map(MetricsWriter::create).transpose()?;
+    let checkpoints = files.saving.open(&*data)?;
+    let first_step = checkpoints.as_ref().map_or(0, RunCheckpoints::first_step);
+    let metrics = files.metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
+    let (metrics, mut steps) = metrics.map_or_else(Default::default, |(file, steps)| (Some(file), steps));
+    if let Some(path) = checkpoints.as_ref().and_then(RunCheckpoints::resumed) {
+        println!("going on after step {first_step}, from `{}`", path.display());
+    }
     let outputs = Outputs {
         progress: Some(Mutex::new(Progress::new(options.steps))),
         metrics: metrics.map(Mutex::new),
         gradients: gradients.map(Mutex::new),
         weights: final_weights.map(Mutex::new),
+        checkpoints,
     };
+
+    // Tokens of a file come from a tokenizer that is not known here.
+    let bytes = files.tokens.is_none() && options.model.vocab_size >= 256;
+    let tokenizer = bytes.then(Tokenizer::of_bytes).transpose()?;
+    let pretrained = SaveOptions { tokenizer: tokenizer.as_ref(), ..SaveOptions::default() };
 
     ops::set_threads(usize::from(sharding.threads_per_rank));
     let summaries = Launcher::new().ranks(ranks).run(|world| {
         let mut model = shard(&world, &options, weights.as_ref())?;
+        if let Some(dir) = &files.save_pretrained {
+            check_save_place(&model, dir)?;
+        }
         if world.rank() == 0 {
             let (strategy, tokens) = (model.strategy(), data.rows() * data.seq());
             let mesh = match options.outer_ranks {
@@ -308,11 +342,15 @@ fn run(options: Options) -> Result<()> {
             println!("{}", options.fsdp.precision);
             println!("\n{}", report::units(&model));
         }
-        train(&world, &mut model, &options, &*data, &outputs)
+        let summary = train(&world, &mut model, &options, &*data, &outputs)?;
+        if let Some(dir) = &files.save_pretrained {
+            save_pretrained(&model, &options.model.to_json(), dir, &pretrained)?;
+        }
+        Ok::<_, fsdp_models::Error>(summary)
     });
     let summaries = summaries.map_err(root_cause)?;
 
-    let Outputs { progress, metrics, gradients, weights } = outputs;
+    let Outputs { progress, metrics, gradients, weights, checkpoints: _ } = outputs;
     drop(progress);
     for file in [gradients, weights].into_iter().flatten() {
         file.into_inner()?.finish()?;
@@ -323,7 +361,8 @@ fn run(options: Options) -> Result<()> {
     }
     if let Some(file) = plot_file {
         let title = format!("{ranks} ranks, {}", options.fsdp.strategy);
-        plot::write_curves(file, &title, &summaries[0].steps)?;
+        steps.extend(&summaries[0].steps);
+        plot::write_curves(file, &title, &steps)?;
     }
     let spans: Vec<_> = summaries.iter().map(|summary| summary.spans.clone()).collect();
     if let Some(file) = trace_file {

@@ -172,6 +172,60 @@ fn saved_weights_are_where_training_goes_on() {
 }
 
 #[test]
+fn a_run_goes_on_from_its_checkpoints_to_the_bit_and_on_other_ranks_nearly() {
+    let place = Place::new();
+    let train = |options: &[&str]| {
+        let output = place.train(options);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let losses = |name: &str| -> Vec<f64> {
+        let steps = place.metrics(name).0;
+        assert!(steps.iter().enumerate().all(|(at, step)| step["step"] == at), "{steps:?}");
+        steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+    };
+    for dtype in ["f32", "f16"] {
+        let options = ["--param-dtype", dtype, "--batch", "12"];
+        let names = ["whole", "run", "again"].map(|name| format!("{name}-{dtype}"));
+        let [whole, run, again] = names.each_ref().map(String::as_str);
+        train(&[&options[..], &["--steps", "12", "--metrics", whole]].concat());
+        // A constant learning rate: it does not matter how many steps the first part was to have.
+        let metrics = format!("{run}.jsonl");
+        let saved = ["--checkpoints", run, "--save-every", "3", "--keep", "9", "--metrics", &metrics];
+        let options = [&options[..], &saved].concat();
+        train(&[&options[..], &["--steps", "7"]].concat());
+        let kept = |run: &str| -> Vec<String> {
+            let names = fs::read_dir(place.path(run)).unwrap().map(|entry| entry.unwrap().file_name());
+            let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+            names.retain(|name| name.starts_with("step-"));
+            names.sort();
+            names
+        };
+        assert_eq!(kept(run), ["step-00000003", "step-00000006", "step-00000007"]);
+        let said = train(&[&options[..], &["--steps", "12", "--resume"]].concat());
+        assert!(said.contains("going on after step 7, from"), "{said}");
+        assert_eq!(losses(&metrics), losses(whole));
+
+        // From the middle again, with everything else another.
+        for later in kept(run).iter().filter(|name| name.as_str() > "step-00000006") {
+            fs::remove_dir_all(place.path(run).join(later)).unwrap();
+        }
+        fs::copy(place.path(&metrics), place.path(again)).unwrap();
+        let other = ["--ranks", "3", "--microbatches", "2", "--strategy", "optim", "--alignment", "row"];
+        let rest = ["--steps", "12", "--resume", "--metrics", again];
+        let said = train(&[&options[..], &rest, &other].concat());
+        assert!(said.contains("going on after step 6, from"), "{said}");
+        for (ours, theirs) in losses(again).into_iter().zip(losses(whole)) {
+            assert!((ours - theirs).abs() < if dtype == "f32" { 1e-5 } else { 2e-2 }, "{ours} {theirs}");
+        }
+    }
+    let message = place.refusal(&["--checkpoints", "run-f32"]);
+    assert!(message.contains("has checkpoints of a run already"), "{message}");
+    let message = place.refusal(&["--save-every", "3"]);
+    assert!(message.contains("--checkpoints"), "{message}");
+}
+
+#[test]
 fn replicas_and_half_precision_train_to_about_the_same_losses() {
     let place = Place::new();
     let losses = |name: &str, options: &[&str]| -> Vec<f64> {
@@ -262,6 +316,28 @@ fn a_loss_that_is_not_finite_ends_the_run_and_names_the_unit() {
     let message = place.refusal(&[&outputs[..], &["--check-finite"]].concat());
     assert!(message.contains("unit `model.layers.1`, forward, step 0"), "{message}");
     assert_eq!(place.files(), ["bad", "good", "text"]);
+}
+
+#[test]
+fn a_trained_model_is_saved_for_other_tools_with_a_tokenizer_of_bytes() {
+    let place = Place::new();
+    let saved = ["--save-pretrained", "model", "--save-weights", "weights"];
+    assert!(place.train(&saved).status.success());
+    let [ours, theirs] =
+        ["model/model.safetensors", "weights"].map(|name| TensorFile::open(&place.path(name)).unwrap());
+    assert_eq!(ours.names().collect::<Vec<_>>(), theirs.names().collect::<Vec<_>>());
+    for name in ours.names() {
+        let values = |file: &TensorFile| {
+            let mut values = vec![0.0; file.shape(name).unwrap().iter().product()];
+            file.read_range_f32(name, 0, &mut values).unwrap();
+            values
+        };
+        assert_eq!(values(&ours), values(&theirs), "{name}");
+    }
+    let tokenizer = fsdp_models::Tokenizer::open(&place.path("model")).unwrap();
+    assert_eq!(tokenizer.encode("ab").unwrap(), [97, 98]);
+    let message = place.refusal(&["--save-pretrained", "text"]);
+    assert!(message.contains("--save-pretrained and --text are the same file"), "{message}");
 }
 
 #[test]

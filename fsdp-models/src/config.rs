@@ -34,12 +34,15 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// Longest sequence.
     pub max_position_embeddings: usize,
-    /// Standard deviation of the initial weights.
+    /// Standard deviation of the initial weights; they may be all zeros.
     pub initializer_range: f64,
     /// Width of a head where it is not `hidden_size / num_attention_heads`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
 }
+
+/// Largest width of a layer, with which products of sizes can still be counted.
+const MAX_WIDTH: usize = 1 << 24;
 
 /// `config.json` as it is written, with the defaults of the format.
 #[derive(Deserialize)]
@@ -108,7 +111,11 @@ impl LlamaConfig {
 
     /// How weight matrices start.
     pub fn init(&self) -> Init {
-        Init::Normal { mean: 0.0, std: self.initializer_range as f32 }
+        match self.initializer_range as f32 {
+            // The same, without the draws.
+            0.0 => Init::Zeros,
+            std => Init::Normal { mean: 0.0, std },
+        }
     }
 
     /// Checks that such a model can be built.
@@ -132,6 +139,19 @@ impl LlamaConfig {
                 return Err(ConfigError::Zero { field });
             }
         }
+        for (field, size, limit) in [
+            ("hidden_size", hidden, MAX_WIDTH),
+            ("intermediate_size", self.intermediate_size, MAX_WIDTH),
+            ("num_hidden_layers", self.num_hidden_layers, 1 << 16),
+            ("num_attention_heads", heads, MAX_WIDTH),
+            ("vocab_size", self.vocab_size, 1 << 28),
+            ("max_position_embeddings", self.max_position_embeddings, u32::MAX as usize),
+            ("head_dim", self.head_dim.unwrap_or(1), MAX_WIDTH / heads.min(MAX_WIDTH)),
+        ] {
+            if size > limit {
+                return Err(ConfigError::TooLarge { field, size, limit });
+            }
+        }
         if self.head_dim.is_none() && !hidden.is_multiple_of(heads) {
             return Err(ConfigError::HiddenNotDivisible { hidden, heads });
         }
@@ -141,14 +161,14 @@ impl LlamaConfig {
         if !self.head_dim().is_multiple_of(2) {
             return Err(ConfigError::OddHeadDim { head_dim: self.head_dim() });
         }
-        for (field, value) in [
-            ("rms_norm_eps", self.rms_norm_eps),
-            ("rope_theta", self.rope_theta),
-            ("initializer_range", self.initializer_range),
-        ] {
+        for (field, value) in [("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)] {
             if !(value.is_finite() && value > 0.0) {
                 return Err(ConfigError::NotPositive { field, value });
             }
+        }
+        let value = self.initializer_range;
+        if !(value.is_finite() && value >= 0.0) {
+            return Err(ConfigError::Negative { field: "initializer_range", value });
         }
         Ok(())
     }
@@ -158,7 +178,9 @@ impl LlamaConfig {
 /// silence.
 #[derive(Deserialize)]
 struct Unsupported {
+    model_type: Option<String>,
     hidden_act: Option<String>,
+    partial_rotary_factor: Option<f64>,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
@@ -177,7 +199,10 @@ impl Unsupported {
     fn check(self) -> Result<(), ConfigError> {
         let rope = |kind: Option<RopeKind>| kind.and_then(|kind| kind.rope_type);
         let bias = |set: bool| set.then(|| "true".to_owned());
+        let partial = self.partial_rotary_factor.filter(|&factor| factor != 1.0);
         for (field, value, supported) in [
+            ("model_type", self.model_type, "llama"),
+            ("partial_rotary_factor", partial.map(|factor| factor.to_string()), "1"),
             ("hidden_act", self.hidden_act, "silu"),
             ("attention_bias", bias(self.attention_bias), "false"),
             ("mlp_bias", bias(self.mlp_bias), "false"),
@@ -212,6 +237,16 @@ pub enum ConfigError {
         /// Which size.
         field: &'static str,
     },
+    /// A size beyond that of any model, which could not be counted with.
+    #[error("{field} is {size}: it must be at most {limit}")]
+    TooLarge {
+        /// Which size.
+        field: &'static str,
+        /// Its value.
+        size: usize,
+        /// The largest one.
+        limit: usize,
+    },
     /// The heads do not fill the hidden size.
     #[error(
         "hidden_size {hidden} is not divisible by num_attention_heads {heads} (remainder {}) and no head_dim is given",
@@ -243,6 +278,14 @@ pub enum ConfigError {
     /// A constant that must be positive.
     #[error("{field} is {value}: it must be finite and positive")]
     NotPositive {
+        /// Which constant.
+        field: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A constant that may be 0, but not below.
+    #[error("{field} is {value}: it must be finite and not negative")]
+    Negative {
         /// Which constant.
         field: &'static str,
         /// Its value.
@@ -360,6 +403,14 @@ mod tests {
         );
         assert_eq!(message(|c| c.rope_theta = 0.0), "rope_theta is 0: it must be finite and positive");
         assert_eq!(
+            message(|c| c.initializer_range = -0.02),
+            "initializer_range is -0.02: it must be finite and not negative"
+        );
+        assert_eq!(
+            message(|c| c.intermediate_size = 1 << 30),
+            "intermediate_size is 1073741824: it must be at most 16777216"
+        );
+        assert_eq!(
             message(|c| c.rms_norm_eps = f64::NAN),
             "rms_norm_eps is NaN: it must be finite and positive"
         );
@@ -369,6 +420,8 @@ mod tests {
     fn variants_that_compute_something_else_are_refused() {
         for (field, message) in [
             (r#""hidden_act": "gelu""#, "hidden_act is `gelu`: only `silu` is supported"),
+            (r#""model_type": "qwen2""#, "model_type is `qwen2`: only `llama` is supported"),
+            (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor is `0.5`: only `1` is supported"),
             (r#""mlp_bias": true"#, "mlp_bias is `true`: only `false` is supported"),
             (
                 r#""rope_scaling": {"rope_type": "llama3", "factor": 8.0}"#,

@@ -1,8 +1,15 @@
 //! The crate's error: one variant an area, each area with an enum of its own.
 
+use fsdp::checkpoint::CheckpointError;
 use fsdp::files::{FileError, TensorFileError};
 
-use crate::{config::ConfigError, data::DataError, trainer::TrainError, trainer::plot::PlotError};
+use crate::config::ConfigError;
+use crate::data::DataError;
+use crate::generate::GenerateError;
+use crate::lora::LoraError;
+use crate::pretrained::PretrainedError;
+use crate::tokenizer::TokenizerError;
+use crate::trainer::{TrainError, plot::PlotError};
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -19,9 +26,24 @@ pub enum Error {
     /// A model configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// Adapters.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
+    /// A completion.
+    #[error(transparent)]
+    Generate(#[from] GenerateError),
     /// A safetensors file of weights.
     #[error(transparent)]
     Weights(#[from] TensorFileError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A pretrained model.
+    #[error(transparent)]
+    Pretrained(#[from] PretrainedError),
+    /// A tokenizer.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
     /// A chart.
     #[error(transparent)]
     Plot(#[from] PlotError),

@@ -8,23 +8,57 @@ use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
 
 use crate::{config::LlamaConfig, ops};
 
-/// `x wᵀ` with a weight `[out, in]` and no bias.
+/// `x wᵀ` with a weight `[out, in]` and no bias, or the same with a low-rank adapter beside it.
 #[derive(Debug, FsdpUnit)]
-pub struct Linear {
-    weight: Param,
+pub enum Linear {
+    /// `x wᵀ`.
+    Plain {
+        /// `[out, in]`.
+        weight: Param,
+    },
+    /// `x wᵀ + scale (drop(x) aᵀ) bᵀ`; see [`lora`](crate::lora).
+    Adapted {
+        /// `[out, in]`, frozen.
+        weight: Param,
+        /// `[rank, in]`.
+        #[fsdp(rename = "lora_A.weight")]
+        a: Param,
+        /// `[out, rank]`, zeros at first.
+        #[fsdp(rename = "lora_B.weight")]
+        b: Param,
+        /// Factor of the adapter's part.
+        scale: f64,
+        /// Probability with which an element of the adapter's input is dropped in training.
+        dropout: f64,
+    },
 }
 
 impl Linear {
-    /// From `inputs` features to `outputs`.
+    /// From `inputs` features to `outputs`, without an adapter.
     pub fn new(inputs: usize, outputs: usize, init: Init) -> Self {
-        Linear { weight: Param::new((outputs, inputs)).with_init(init) }
+        Linear::Plain { weight: Param::new((outputs, inputs)).with_init(init) }
+    }
+
+    /// The weight that fused ops may take: `None` if there is an adapter.
+    fn plain(&self) -> Option<&Param> {
+        match self {
+            Linear::Plain { weight } => Some(weight),
+            Linear::Adapted { .. } => None,
+        }
     }
 }
 
 impl Forward for Linear {
-    /// `[.., in]` to `[.., out]`.
+    /// `[.., in]` to `[.., out]`; with dropout, the first dim is that of samples.
     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
-        ops::linear(x, &self.weight.tensor(scope)?, &self.weight.grad_sink())
+        let linear = |x: &Tensor, weight: &Param| ops::linear(x, &weight.tensor(scope)?, &weight.grad_sink());
+        match self {
+            Linear::Plain { weight } => linear(x, weight),
+            Linear::Adapted { weight, a, b, scale, dropout } => {
+                let low = (linear(&ops::dropout(x, *dropout, scope)?, a)? * *scale)?;
+                linear(x, weight)? + linear(&low, b)?
+            }
+        }
     }
 }
 
@@ -151,10 +185,17 @@ impl Attention {
 }
 
 impl Forward<Rope> for Attention {
-    /// `[b, t, hidden]` to the same.
+    /// `[b, t, hidden]` to the same: one fused op, or its steps one by one where a projection has an adapter.
     fn forward(&self, x: &Tensor, rope: &Rope, scope: &Scope<'_>) -> Result<Tensor> {
-        let [q, k, v, o] =
-            [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].map(|linear| &linear.weight);
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
+        let [Some(q), Some(k), Some(v), Some(o)] = projections.map(Linear::plain) else {
+            let turned = |projection: &Linear, heads| {
+                ops::rope(&projection.forward(x, &(), scope)?, &rope.cos, &rope.sin, heads)
+            };
+            let (q, k) = (turned(&self.q_proj, self.heads)?, turned(&self.k_proj, self.kv_heads)?);
+            let v = self.v_proj.forward(x, &(), scope)?;
+            return self.o_proj.forward(&ops::attention(&q, &k, &v, self.heads, self.kv_heads)?, &(), scope);
+        };
         let sinks = [q.grad_sink(), k.grad_sink(), v.grad_sink(), o.grad_sink()];
         let [q, k, v, o] = [q.tensor(scope)?, k.tensor(scope)?, v.tensor(scope)?, o.tensor(scope)?];
         let weights = ops::SelfAttentionWeights {
@@ -188,8 +229,13 @@ impl Mlp {
 }
 
 impl Forward for Mlp {
+    /// `[.., hidden]` to the same: one fused op, or its steps one by one where a projection has an adapter.
     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
-        let [gate, up, down] = [&self.gate_proj, &self.up_proj, &self.down_proj].map(|linear| &linear.weight);
+        let projections = [&self.gate_proj, &self.up_proj, &self.down_proj];
+        let [Some(gate), Some(up), Some(down)] = projections.map(Linear::plain) else {
+            let (gate, up) = (self.gate_proj.forward(x, &(), scope)?, self.up_proj.forward(x, &(), scope)?);
+            return self.down_proj.forward(&ops::swiglu(&gate, &up)?, &(), scope);
+        };
         let sinks = [gate.grad_sink(), up.grad_sink(), down.grad_sink()];
         let (gate, up, down) = (gate.tensor(scope)?, up.tensor(scope)?, down.tensor(scope)?);
         ops::gated_mlp(x, &gate, &up, &down, sinks.each_ref())
@@ -220,6 +266,20 @@ impl Block {
     /// A block that is one communication unit.
     pub fn unit(config: &LlamaConfig) -> Unit<Self> {
         Unit::new(Block::new(config))
+    }
+
+    /// The projections, by the last part of their names.
+    pub(crate) fn projections_mut(&mut self) -> [(&'static str, &mut Linear); 7] {
+        let (attention, mlp) = (&mut self.self_attn, &mut self.mlp);
+        [
+            ("q_proj", &mut attention.q_proj),
+            ("k_proj", &mut attention.k_proj),
+            ("v_proj", &mut attention.v_proj),
+            ("o_proj", &mut attention.o_proj),
+            ("gate_proj", &mut mlp.gate_proj),
+            ("up_proj", &mut mlp.up_proj),
+            ("down_proj", &mut mlp.down_proj),
+        ]
     }
 }
 

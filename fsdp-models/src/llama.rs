@@ -8,6 +8,7 @@ use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
 
 use crate::config::LlamaConfig;
 use crate::layers::{Block, Embedding, Linear, RmsNorm, Rope};
+use crate::lora::LoraConfig;
 use crate::ops;
 
 /// The model. Each block is a communication unit; embedding, last norm and head belong to the root.
@@ -49,6 +50,8 @@ pub struct Llama {
     lm_head: Option<Linear>,
     #[fsdp(skip)]
     rope: Rope,
+    #[fsdp(skip)]
+    lora: Option<LoraConfig>,
 }
 
 impl Llama {
@@ -66,7 +69,27 @@ impl Llama {
             norm: RmsNorm::new(hidden, config.rms_norm_eps),
             lm_head: (!config.tie_word_embeddings).then(|| Linear::new(hidden, vocab, config.init())),
             rope: Rope::new(config.head_dim(), config.max_position_embeddings, config.rope_theta)?,
+            lora: None,
         })
+    }
+
+    /// Longest sequence.
+    pub fn positions(&self) -> usize {
+        self.rope.positions()
+    }
+
+    /// The adapters it has; see [`Llama::add_adapters`].
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref()
+    }
+
+    pub(crate) fn set_lora(&mut self, config: LoraConfig) {
+        self.lora = Some(config);
+    }
+
+    /// The blocks, and the head where it is not the embedding.
+    pub(crate) fn layers_mut(&mut self) -> (&mut [Unit<Block>], Option<&mut Linear>) {
+        (&mut self.layers, self.lm_head.as_mut())
     }
 
     /// Name and shape of every parameter, in declaration order: the tensors of a checkpoint.

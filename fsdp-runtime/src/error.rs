@@ -63,6 +63,14 @@ pub enum Error {
         /// What that one has.
         theirs: String,
     },
+    /// A rank failed in what all ranks do together; see [`Fsdp::agree_on`](crate::Fsdp::agree_on).
+    #[error("{message}")]
+    OnRank {
+        /// The first rank that failed.
+        failed: usize,
+        /// Its error.
+        message: String,
+    },
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(Arc<CheckpointError>),

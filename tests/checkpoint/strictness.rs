@@ -54,7 +54,6 @@ fn values<M>(model: &Fsdp<M>) -> fsdp::Result<String> {
     Ok(text)
 }
 
-/// B76.
 #[test]
 fn a_strict_restore_lists_everything_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -82,7 +81,6 @@ fn a_strict_restore_lists_everything_and_changes_nothing() {
     assert_eq!(text, expected);
 }
 
-/// B76.
 #[test]
 fn another_restore_loads_the_rest_and_says_what_it_left() {
     let dir = tempfile::tempdir().unwrap();
@@ -102,7 +100,6 @@ fn another_restore_loads_the_rest_and_says_what_it_left() {
     .unwrap();
 }
 
-/// B52.
 #[test]
 fn a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,7 @@
 //! Training data: which token ids a rank sees at a step, the same for every world size.
 
 pub mod corpus;
+mod cursor;
 mod permutation;
 mod text;
 mod tokens;
@@ -9,6 +10,7 @@ use std::{ops::Range, path::PathBuf};
 
 use candle_core::{Device, Tensor};
 
+pub use cursor::DataCursor;
 pub use permutation::Permutation;
 pub use text::{TextDataset, TextOptions};
 pub use tokens::TokenFile;
@@ -17,7 +19,8 @@ use fsdp::files::{FileError, TensorFileError};
 
 /// A source of global batches that any number of ranks can share.
 ///
-/// What a global batch holds depends on the step alone; the world size only says who takes which rows of it.
+/// What a global batch holds depends on the samples served before it alone; the world size only says who takes which
+/// rows of it.
 pub trait Batches: Send + Sync {
     /// Rows of a global batch.
     fn rows(&self) -> usize;
@@ -25,17 +28,29 @@ pub trait Batches: Send + Sync {
     /// Tokens of a row that are predicted: inputs and targets have this length.
     fn seq(&self) -> usize;
 
-    /// Fails unless `steps` steps can be served. Called once, before training.
+    /// Fails unless `steps` steps can be served after `served` samples. Called once, before training.
     ///
     /// # Errors
     /// [`DataError::NotEnoughSteps`].
-    fn check_steps(&self, steps: usize) -> Result<(), DataError>;
+    fn check_steps(&self, served: u64, steps: usize) -> Result<(), DataError>;
 
-    /// The rows of global batch `step` that fall to `part`. Any rank may call it, in any order of steps.
+    /// The rows of the global batch after `served` samples that fall to `part`. Any rank may call it, in any order.
     ///
     /// # Errors
-    /// `part` does not divide the batch, the step is past the end, or the source cannot be read.
-    fn batch(&self, step: usize, part: Part) -> Result<Batch, DataError>;
+    /// `part` does not divide the batch, the samples are past the end, or the source cannot be read.
+    fn batch(&self, served: u64, part: Part) -> Result<Batch, DataError>;
+
+    /// The place after `served` samples.
+    fn cursor(&self, served: u64) -> DataCursor;
+
+    /// The samples that were served when `cursor` was taken, of this source or of one that serves the same samples in
+    /// the same order. The number of rows of a batch may be another one.
+    ///
+    /// # Errors
+    /// [`DataError::OtherData`], which says what was and what is.
+    fn resume(&self, cursor: &DataCursor) -> Result<u64, DataError> {
+        cursor.matches(&self.cursor(cursor.samples))
+    }
 }
 
 /// Which part of a global batch: a data-parallel rank's microbatch.
@@ -139,11 +154,25 @@ pub enum DataError {
         /// Where it looked.
         directory: PathBuf,
     },
+    /// A run cannot go on with other data than it has begun with.
+    #[error(
+        "the run is {} samples into {before}; it is given {now}: it goes on with the same text, sequence length and \
+         seed only",
+        .before.samples
+    )]
+    OtherData {
+        /// What a checkpoint says.
+        before: DataCursor,
+        /// What is given now.
+        now: DataCursor,
+    },
     /// Not even one training sequence.
-    #[error("the text has {bytes} bytes: one sequence of {seq} tokens and the token after it need {}", .seq + 1)]
+    #[error("the text has {tokens} {unit}: one sequence of {seq} tokens and the token after it need {}", .seq + 1)]
     TextTooShort {
-        /// Bytes of all files together.
-        bytes: usize,
+        /// Tokens of all files together.
+        tokens: usize,
+        /// What a token is: `bytes`, `tokens`.
+        unit: &'static str,
         /// Tokens of a sequence.
         seq: usize,
     },
@@ -160,6 +189,19 @@ pub enum DataError {
         byte: u8,
         /// Its place in the concatenated text.
         offset: usize,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// A tokenizer that is not the model's.
+    #[error(
+        "token id {id} at position {position} of the text is outside the model's vocabulary of {vocab} ids: is this the \
+         model's tokenizer?"
+    )]
+    TokenOutsideVocabulary {
+        /// The first such id.
+        id: u32,
+        /// Its place in the text, in tokens.
+        position: usize,
         /// Size of the vocabulary.
         vocab: usize,
     },

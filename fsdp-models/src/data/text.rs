@@ -1,8 +1,10 @@
-//! Byte-level text: a token is a byte.
+//! Text cut into samples: a token is a byte, or what a tokenizer makes of the text.
 
 use std::{fs, path::Path};
 
+use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part, permutation::Permutation};
+use crate::tokenizer::Tokenizer;
 use fsdp::files::FileError;
 
 /// How text becomes batches.
@@ -12,27 +14,60 @@ pub struct TextOptions {
     pub seq: usize,
     /// Rows of a global batch.
     pub batch: usize,
-    /// Size of the model's vocabulary: 256 serves every text, plain ASCII needs 128.
+    /// Size of the model's vocabulary: for bytes, 256 serves every text, plain ASCII needs 128.
     pub vocab: usize,
     /// Key of the order of samples.
     pub seed: u64,
 }
 
-/// Text cut into overlapping windows of `seq + 1` bytes, served in a random order that is a function of seed
+/// Text cut into overlapping windows of `seq + 1` tokens, served in a random order that is a function of seed
 /// and epoch alone.
 ///
-/// Sample `i` is bytes `[i*seq, (i+1)*seq]`: neighbours share one byte, so each byte but the first is
-/// predicted once an epoch; what is left at the end, less than a window, is not used. Global batch `step`
-/// holds samples `order[step*batch ..]`; the order goes on with the next epoch's where one ends.
+/// Sample `i` is tokens `[i*seq, (i+1)*seq]`: neighbours share one token, so each token but the first is
+/// predicted once an epoch; what is left at the end, less than a window, is not used. The global batch after
+/// `served` samples holds samples `order[served ..]`; the order goes on with the next epoch's where one ends.
 #[derive(Debug)]
 pub struct TextDataset {
-    text: Vec<u8>,
+    tokens: Tokens,
     samples: usize,
     options: TextOptions,
+    /// For the cursor.
+    source: String,
+}
+
+#[derive(Debug)]
+enum Tokens {
+    Bytes(Vec<u8>),
+    Ids(Vec<u32>),
+}
+
+impl Tokens {
+    fn len(&self) -> usize {
+        match self {
+            Tokens::Bytes(bytes) => bytes.len(),
+            Tokens::Ids(ids) => ids.len(),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let mut hash = Fingerprint::new();
+        match self {
+            Tokens::Bytes(bytes) => hash.add(bytes.iter().copied()),
+            Tokens::Ids(ids) => hash.add(ids.iter().flat_map(|id| id.to_le_bytes())),
+        }
+        hash.describe(self.len(), self.unit())
+    }
+
+    fn unit(&self) -> &'static str {
+        match self {
+            Tokens::Bytes(_) => "bytes",
+            Tokens::Ids(_) => "tokens",
+        }
+    }
 }
 
 impl TextDataset {
-    /// Reads the files in the order given and joins them with a newline.
+    /// Reads the files in the order given and joins them with a newline. A token is a byte.
     ///
     /// # Errors
     /// No file, one that cannot be read, and whatever [`from_bytes`](Self::from_bytes) refuses.
@@ -51,25 +86,75 @@ impl TextDataset {
         Self::from_bytes(text, options)
     }
 
+    /// Reads the files in the order given and cuts each into the tokenizer's tokens. Between two files comes the token
+    /// that ends a text, if the tokenizer has one.
+    ///
+    /// # Errors
+    /// No file, one that cannot be read or is not UTF-8, and whatever [`from_ids`](Self::from_ids) refuses.
+    pub fn tokenized<P: AsRef<Path>>(
+        paths: &[P],
+        tokenizer: &Tokenizer,
+        options: TextOptions,
+    ) -> crate::Result<Self> {
+        if paths.is_empty() {
+            return Err(DataError::NoFiles.into());
+        }
+        let mut ids = Vec::new();
+        for (i, path) in paths.iter().enumerate() {
+            if i > 0 {
+                ids.extend(tokenizer.eos());
+            }
+            let path = path.as_ref();
+            let text = fs::read_to_string(path).map_err(FileError::on("read", path))?;
+            ids.extend(tokenizer.encode(&text)?);
+        }
+        Ok(Self::from_ids(ids, options)?)
+    }
+
     /// Takes the bytes as they are.
     ///
     /// # Errors
     /// A size of zero, fewer than `seq + 1` bytes, or a byte outside the vocabulary.
     pub fn from_bytes(text: Vec<u8>, options: TextOptions) -> Result<Self, DataError> {
-        let TextOptions { seq, batch, vocab, .. } = options;
+        let outside = text.iter().position(|&byte| usize::from(byte) >= options.vocab);
+        let outside = outside.map(|offset| DataError::ByteOutsideVocabulary {
+            byte: text[offset],
+            offset,
+            vocab: options.vocab,
+        });
+        Self::new(Tokens::Bytes(text), options, outside)
+    }
+
+    /// Takes the ids that a tokenizer made of a text.
+    ///
+    /// # Errors
+    /// A size of zero, fewer than `seq + 1` ids, or an id outside the vocabulary.
+    pub fn from_ids(ids: Vec<u32>, options: TextOptions) -> Result<Self, DataError> {
+        let outside = ids.iter().position(|&id| id as usize >= options.vocab);
+        let outside = outside.map(|position| DataError::TokenOutsideVocabulary {
+            id: ids[position],
+            position,
+            vocab: options.vocab,
+        });
+        Self::new(Tokens::Ids(ids), options, outside)
+    }
+
+    fn new(tokens: Tokens, options: TextOptions, outside: Option<DataError>) -> Result<Self, DataError> {
+        let TextOptions { seq, batch, .. } = options;
         for (what, size) in [("the sequence length", seq), ("the global batch", batch)] {
             if size == 0 {
                 return Err(DataError::Zero { what });
             }
         }
-        if text.len() <= seq {
-            return Err(DataError::TextTooShort { bytes: text.len(), seq });
+        if tokens.len() <= seq {
+            return Err(DataError::TextTooShort { tokens: tokens.len(), unit: tokens.unit(), seq });
         }
-        if let Some(offset) = text.iter().position(|&byte| usize::from(byte) >= vocab) {
-            return Err(DataError::ByteOutsideVocabulary { byte: text[offset], offset, vocab });
+        if let Some(outside) = outside {
+            return Err(outside);
         }
-        let samples = (text.len() - 1) / seq;
-        Ok(Self { text, samples, options })
+        let samples = (tokens.len() - 1) / seq;
+        let source = format!("a text of {}", tokens.describe());
+        Ok(Self { tokens, samples, options, source })
     }
 
     /// Samples of one epoch.
@@ -77,9 +162,9 @@ impl TextDataset {
         self.samples
     }
 
-    /// Bytes of the whole text, separators included.
-    pub fn bytes(&self) -> usize {
-        self.text.len()
+    /// Tokens of the whole text, separators included.
+    pub fn tokens(&self) -> usize {
+        self.tokens.len()
     }
 }
 
@@ -93,22 +178,30 @@ impl Batches for TextDataset {
     }
 
     /// Always succeeds: epochs follow one another without end.
-    fn check_steps(&self, _steps: usize) -> Result<(), DataError> {
+    fn check_steps(&self, _served: u64, _steps: usize) -> Result<(), DataError> {
         Ok(())
     }
 
-    fn batch(&self, step: usize, part: Part) -> Result<Batch, DataError> {
+    fn batch(&self, served: u64, part: Part) -> Result<Batch, DataError> {
         let TextOptions { seq, batch, seed, .. } = self.options;
         let rows = part.rows(batch)?;
         let mut taken = Batch::with_capacity(rows.len(), seq);
         for row in rows {
-            let served = step as u64 * batch as u64 + row as u64;
-            let (epoch, place) = (served / self.samples as u64, served % self.samples as u64);
+            let place = served + row as u64;
+            let (epoch, place) = (place / self.samples as u64, place % self.samples as u64);
             let sample = Permutation::new(self.samples, seed, epoch).at(place as usize);
-            let window = &self.text[sample * seq..][..=seq];
-            taken.push_row(window.iter().map(|&byte| u32::from(byte)));
+            let window = sample * seq..=(sample + 1) * seq;
+            match &self.tokens {
+                Tokens::Bytes(bytes) => taken.push_row(bytes[window].iter().map(|&byte| u32::from(byte))),
+                Tokens::Ids(ids) => taken.push_row(ids[window].iter().copied()),
+            }
         }
         Ok(taken)
+    }
+
+    fn cursor(&self, served: u64) -> DataCursor {
+        let TextOptions { seq, seed, .. } = self.options;
+        DataCursor { samples: served, seed, seq, source: self.source.clone() }
     }
 }
 
@@ -125,10 +218,10 @@ mod tests {
     #[test]
     fn windows_overlap_by_one_byte_and_cover_the_text_once_an_epoch() {
         let data = letters(TextOptions { batch: 3, ..OPTIONS });
-        assert_eq!((data.samples(), data.bytes()), (6, 26));
+        assert_eq!((data.samples(), data.tokens()), (6, 26));
         let mut windows = Vec::new();
-        for step in 0..2 {
-            let batch = data.batch(step, Part::WHOLE).unwrap();
+        for served in [0, 3] {
+            let batch = data.batch(served, Part::WHOLE).unwrap();
             for (inputs, targets) in batch.inputs.chunks(4).zip(batch.targets.chunks(4)) {
                 assert_eq!(inputs[1..], targets[..3]);
                 windows.push((inputs[0], targets[3]));
@@ -142,13 +235,14 @@ mod tests {
     #[test]
     fn the_parts_of_every_world_size_concatenate_to_the_same_batch() {
         let data = letters(OPTIONS);
-        for step in [0, 1, 7] {
-            let whole = data.batch(step, Part::WHOLE).unwrap();
+        for served in [0, 4, 28] {
+            let whole = data.batch(served, Part::WHOLE).unwrap();
             for (world, microbatches) in [(1, 4), (2, 1), (2, 2), (4, 1)] {
                 let (mut inputs, mut targets) = (Vec::new(), Vec::new());
                 for rank in 0..world {
                     for microbatch in 0..microbatches {
-                        let part = data.batch(step, Part { rank, world, microbatch, microbatches }).unwrap();
+                        let part =
+                            data.batch(served, Part { rank, world, microbatch, microbatches }).unwrap();
                         assert_eq!((part.rows, part.seq), (4 / (world * microbatches), 4));
                         inputs.extend(part.inputs);
                         targets.extend(part.targets);
@@ -163,8 +257,8 @@ mod tests {
     fn a_batch_goes_on_into_the_next_epoch() {
         // 6 samples, batches of 4: the second batch ends epoch 0 and begins epoch 1.
         let data = letters(OPTIONS);
-        let starts = |step: usize| -> Vec<u32> {
-            let batch = data.batch(step, Part::WHOLE).unwrap();
+        let starts = |step: u64| -> Vec<u32> {
+            let batch = data.batch(4 * step, Part::WHOLE).unwrap();
             batch.inputs.iter().step_by(4).map(|id| (id - 97) / 4).collect()
         };
         let served: Vec<u32> = (0..3).flat_map(starts).collect();
@@ -188,10 +282,69 @@ mod tests {
         fs::write(&one, "ab").unwrap();
         fs::write(&two, "cd").unwrap();
         let data = TextDataset::open(&[&two, &one], OPTIONS).unwrap();
-        assert_eq!(data.text, b"cd\nab");
         let batch = data.batch(0, Part { world: 4, ..Part::WHOLE }).unwrap();
         assert_eq!(batch.inputs, b"cd\na".map(u32::from));
         assert_eq!(batch.targets, b"d\nab".map(u32::from));
+    }
+
+    #[test]
+    fn ids_are_served_as_bytes_are() {
+        let ids = TextDataset::from_ids((97..=122).collect(), OPTIONS).unwrap();
+        assert_eq!((ids.samples(), ids.tokens()), (6, 26));
+        for served in [0, 5, 13] {
+            let bytes = letters(OPTIONS).batch(served, Part::WHOLE).unwrap();
+            assert_eq!(ids.batch(served, Part::WHOLE).unwrap(), bytes);
+        }
+        let message =
+            |options, ids: &[u32]| TextDataset::from_ids(ids.to_vec(), options).unwrap_err().to_string();
+        assert_eq!(
+            message(OPTIONS, &[1, 2, 3]),
+            "the text has 3 tokens: one sequence of 4 tokens and the token after it need 5"
+        );
+        assert_eq!(
+            message(TextOptions { vocab: 9, ..OPTIONS }, &[1, 2, 3, 9, 5]),
+            "token id 9 at position 3 of the text is outside the model's vocabulary of 9 ids: is this the model's tokenizer?"
+        );
+    }
+
+    #[test]
+    fn a_run_goes_on_at_the_very_next_sample_with_any_batch() {
+        let rows = |data: &TextDataset, served, world| -> Vec<u32> {
+            let part = |rank| data.batch(served, Part { rank, world, ..Part::WHOLE }).unwrap().inputs;
+            (0..world).flat_map(part).collect()
+        };
+        let data = letters(OPTIONS);
+        // Ten samples in batches of 4, 4 and 2, the last by a source of another batch and on other ranks.
+        let mut cursor = data.cursor(0);
+        let mut served = Vec::new();
+        for batch in [4, 4, 2] {
+            let data = letters(TextOptions { batch, ..OPTIONS });
+            let json = serde_json::to_string(&cursor).unwrap();
+            let samples = data.resume(&serde_json::from_str(&json).unwrap()).unwrap();
+            served.extend(rows(&data, samples, if batch == 4 { 1 } else { 2 }));
+            cursor = data.cursor(samples + batch as u64);
+        }
+        assert_eq!(cursor.samples, 10);
+        assert_eq!(served, rows(&letters(TextOptions { batch: 10, ..OPTIONS }), 0, 1));
+    }
+
+    #[test]
+    fn other_text_or_another_order_is_refused_with_what_was_and_what_is() {
+        let cursor = letters(OPTIONS).cursor(8);
+        let other = TextDataset::from_bytes((b'A'..=b'Z').collect(), TextOptions { seed: 4, ..OPTIONS });
+        let message = other.unwrap().resume(&cursor).unwrap_err().to_string();
+        let source = cursor.source.clone();
+        assert!(
+            message.starts_with(&format!(
+                "the run is 8 samples into {source} in sequences of 4 tokens, order 3; it is given a text of 26 bytes (fnv1a "
+            )),
+            "{message}"
+        );
+        assert!(message.contains("order 4: it goes on with the same text"), "{message}");
+        for options in [TextOptions { seq: 5, ..OPTIONS }, TextOptions { seed: 4, ..OPTIONS }] {
+            assert!(letters(options).resume(&cursor).is_err());
+        }
+        assert_eq!(letters(TextOptions { batch: 9, vocab: 200, ..OPTIONS }).resume(&cursor).unwrap(), 8);
     }
 
     #[test]

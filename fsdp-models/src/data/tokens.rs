@@ -4,14 +4,15 @@ use std::path::Path;
 
 use safetensors::Dtype;
 
+use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part};
 use fsdp::files::TensorFile;
 
 /// Ids checked at a time when a file is opened.
 const CHUNK: usize = 1 << 16;
 
-/// The tensor `tokens` (I32 `[steps, rows, seq + 1]`) of a safetensors file: global batch `step` is
-/// `tokens[step]`.
+/// The tensor `tokens` (I32 `[steps, rows, seq + 1]`) of a safetensors file: its rows are the samples, in their order,
+/// and global batch `step` is `tokens[step]`.
 ///
 /// Rows are read as they are asked for.
 #[derive(Debug)]
@@ -20,6 +21,8 @@ pub struct TokenFile {
     steps: usize,
     rows: usize,
     seq: usize,
+    /// For the cursor.
+    source: String,
 }
 
 impl TokenFile {
@@ -40,8 +43,8 @@ impl TokenFile {
         if tensor.dtype != Dtype::I32 || steps == 0 || rows == 0 || width < 2 {
             return Err(unexpected(path, tensor));
         }
-        let tokens = Self { file, steps, rows, seq: width - 1 };
-        tokens.check_ids(vocab)?;
+        let mut tokens = Self { file, steps, rows, seq: width - 1, source: String::new() };
+        tokens.source = format!("a file of {}", tokens.check_ids(vocab)?);
         Ok(tokens)
     }
 
@@ -50,7 +53,9 @@ impl TokenFile {
         self.steps
     }
 
-    fn check_ids(&self, vocab: usize) -> Result<(), DataError> {
+    /// Reads all ids and tells how many there are, and their hash.
+    fn check_ids(&self, vocab: usize) -> Result<String, DataError> {
+        let mut hash = Fingerprint::new();
         let width = self.seq + 1;
         let total = self.steps * self.rows * width;
         let mut ids = vec![0i32; CHUNK.min(total)];
@@ -69,8 +74,9 @@ impl TokenFile {
                     vocab,
                 });
             }
+            hash.add(ids.iter().flat_map(|id| id.to_le_bytes()));
         }
-        Ok(())
+        Ok(hash.describe(total, "tokens"))
     }
 }
 
@@ -91,26 +97,31 @@ impl Batches for TokenFile {
         self.seq
     }
 
-    fn check_steps(&self, steps: usize) -> Result<(), DataError> {
-        if steps <= self.steps {
+    fn check_steps(&self, served: u64, steps: usize) -> Result<(), DataError> {
+        let wanted = (served as usize).div_ceil(self.rows).saturating_add(steps);
+        if wanted <= self.steps {
             return Ok(());
         }
         let path = self.file.path().to_path_buf();
-        Err(DataError::NotEnoughSteps { path, available: self.steps, wanted: steps })
+        Err(DataError::NotEnoughSteps { path, available: self.steps, wanted })
     }
 
-    fn batch(&self, step: usize, part: Part) -> Result<Batch, DataError> {
-        self.check_steps(step.saturating_add(1))?;
+    fn batch(&self, served: u64, part: Part) -> Result<Batch, DataError> {
+        self.check_steps(served, 1)?;
         let rows = part.rows(self.rows)?;
         let width = self.seq + 1;
         let mut ids = vec![0i32; rows.len() * width];
-        self.file.read_range_i32("tokens", (step * self.rows + rows.start) * width, &mut ids)?;
+        self.file.read_range_i32("tokens", (served as usize + rows.start) * width, &mut ids)?;
         let mut batch = Batch::with_capacity(rows.len(), self.seq);
         for row in ids.chunks_exact(width) {
             // The file was checked when it was opened: no id is negative.
             batch.push_row(row.iter().map(|&id| id as u32));
         }
         Ok(batch)
+    }
+
+    fn cursor(&self, served: u64) -> DataCursor {
+        DataCursor { samples: served, seed: 0, seq: self.seq, source: self.source.clone() }
     }
 }
 
@@ -143,8 +154,19 @@ mod tests {
         assert_eq!(whole.inputs, [0, 1, 3, 4, 6, 7, 9, 10]);
         assert_eq!(whole.targets, [1, 2, 4, 5, 7, 8, 10, 11]);
         let part = Part { rank: 1, world: 2, microbatch: 1, microbatches: 2 };
-        let last = tokens.batch(1, part).unwrap();
+        let last = tokens.batch(4, part).unwrap();
         assert_eq!((last.inputs, last.targets, last.rows), (vec![21, 22], vec![22, 23], 1));
+    }
+
+    #[test]
+    fn a_run_goes_on_with_the_same_ids_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let cursor = TokenFile::open(&counted(dir.path()), 24).unwrap().cursor(4);
+        assert_eq!(TokenFile::open(&counted(dir.path()), 99).unwrap().resume(&cursor).unwrap(), 4);
+        let ids: Vec<i32> = (1..25).collect();
+        let other = write(dir.path(), "tokens", Dtype::I32, &[2, 4, 3], &ids);
+        let message = TokenFile::open(&other, 99).unwrap().resume(&cursor).unwrap_err().to_string();
+        assert!(message.starts_with("the run is 4 samples into a file of 24 tokens (fnv1a "), "{message}");
     }
 
     #[test]
@@ -152,10 +174,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = counted(dir.path());
         let tokens = TokenFile::open(&path, 24).unwrap();
-        tokens.check_steps(2).unwrap();
+        tokens.check_steps(0, 2).unwrap();
+        tokens.check_steps(4, 1).unwrap();
         let expected = format!("`{}` has tokens for 2 steps, 3 are wanted", path.display());
-        assert_eq!(tokens.check_steps(3).unwrap_err().to_string(), expected);
-        assert_eq!(tokens.batch(2, Part::WHOLE).unwrap_err().to_string(), expected);
+        assert_eq!(tokens.check_steps(4, 2).unwrap_err().to_string(), expected);
+        assert_eq!(tokens.batch(8, Part::WHOLE).unwrap_err().to_string(), expected);
     }
 
     #[test]

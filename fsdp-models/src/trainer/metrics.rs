@@ -1,18 +1,18 @@
 //! Metrics of a training run as JSON lines.
 
 use std::{
-    fs::File,
-    io::Write,
+    fs::{self, File},
+    io::{ErrorKind, Write},
     path::{Path, PathBuf},
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use fsdp::files::FileError;
 
 /// What one optimizer step reports.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Counted from 0.
     pub step: usize,
@@ -61,6 +61,36 @@ impl MetricsWriter {
     pub fn create(path: &Path) -> Result<Self, FileError> {
         let file = File::create(path).map_err(FileError::on("create", path))?;
         Ok(Self { file, path: path.to_path_buf() })
+    }
+
+    /// Opens the file of a run that goes on: the lines of the steps before `first_step` stay and are returned, what comes
+    /// after them, which the run will do again, is cut off. A file that is not there yet is created.
+    ///
+    /// # Errors
+    /// The file cannot be read or written.
+    pub fn resume(path: &Path, first_step: usize) -> Result<(Self, Vec<StepMetrics>), FileError> {
+        let text = match fs::read_to_string(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            read => read.map_err(FileError::on("read", path))?,
+        };
+        let mut steps: Vec<StepMetrics> = Vec::new();
+        let mut kept = 0;
+        // A killed run may have left half a line, a complete one a summary.
+        for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
+            match serde_json::from_str::<StepMetrics>(line) {
+                Ok(step) if step.step < first_step => steps.push(step),
+                _ => break,
+            }
+            kept += line.len();
+        }
+        let open = || {
+            let mut file = File::options().write(true).create(true).truncate(false).open(path)?;
+            file.set_len(kept as u64)?;
+            std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0))?;
+            Ok(file)
+        };
+        let file = open().map_err(FileError::on("write", path))?;
+        Ok((Self { file, path: path.to_path_buf() }, steps))
     }
 
     /// Writes the line of a step.
@@ -171,6 +201,29 @@ mod tests {
             json!({"summary": {"steps": 1, "median_step_ms": 1000.0, "tokens_per_s": 512.0,
                                "memory": {"grads": 7}, "traffic": null}})
         );
+    }
+
+    #[test]
+    fn a_run_that_goes_on_replaces_the_lines_of_the_steps_it_does_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.jsonl");
+        let at = |step, loss| StepMetrics { step, loss, ..STEP };
+        let (mut writer, before) = MetricsWriter::resume(&path, 0).unwrap();
+        assert!(before.is_empty());
+        (0..4).for_each(|step| writer.step(&at(step, 5.0)).unwrap());
+        // Killed in the middle of a line.
+        writer.file.write_all(b"{\"step\":4,").unwrap();
+
+        let (mut writer, before) = MetricsWriter::resume(&path, 2).unwrap();
+        assert_eq!(before, [at(0, 5.0), at(1, 5.0)]);
+        writer.step(&at(2, 4.0)).unwrap();
+        let times = StepTimes::new(1);
+        writer.finish(&times.summary(json!(0), json!(0))).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 4);
+        // The summary of a run that was complete goes, too.
+        let (_, before) = MetricsWriter::resume(&path, 9).unwrap();
+        assert_eq!(before, [at(0, 5.0), at(1, 5.0), at(2, 4.0)]);
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 3);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Training a Llama: the loop, and what surrounds it: options, metrics, curves, progress and tables.
 
+mod checkpoints;
+mod files;
 pub mod lanes;
 pub mod metrics;
 mod options;
@@ -10,5 +12,7 @@ pub mod report;
 pub mod table;
 mod train;
 
+pub use checkpoints::{CheckpointOptions, RunCheckpoints};
+pub use files::{Named, check_distinct};
 pub use options::{TrainError, TrainOptions};
 pub use train::{Outputs, TrainSummary, shard, train};

@@ -1,5 +1,7 @@
 //! What a training run is told.
 
+use std::path::PathBuf;
+
 use fsdp::FsdpConfig;
 use fsdp::optim::{AdamW, CosineSchedule, Optimizer};
 
@@ -63,7 +65,7 @@ impl TrainOptions {
     }
 
     /// Checks all that can be known before ranks are started: the model, the optimizer, and that `data` can
-    /// serve the run on `ranks` ranks.
+    /// serve the run on `ranks` ranks from its beginning.
     ///
     /// # Errors
     /// The first rule that is broken, with its numbers.
@@ -97,7 +99,7 @@ impl TrainOptions {
         }
         let part = Part { rank: 0, world: ranks, microbatch: 0, microbatches: self.microbatches };
         part.rows(data.rows())?;
-        Ok(data.check_steps(self.steps)?)
+        Ok(data.check_steps(0, self.steps)?)
     }
 }
 
@@ -134,6 +136,43 @@ pub enum TrainError {
         /// Positions of the model.
         positions: usize,
     },
+    /// An output would overwrite an input or another output.
+    #[error("{option} and {other} are the same file, `{}`", .path.display())]
+    SameFile {
+        /// What is to be written.
+        option: &'static str,
+        /// What it would overwrite.
+        other: &'static str,
+        /// The file.
+        path: PathBuf,
+    },
+    /// A run would be mixed with another.
+    #[error(
+        "`{}` has checkpoints of a run already, the latest is `{}`: resume it, or give another directory",
+        .directory.display(), .latest.display()
+    )]
+    HasCheckpoints {
+        /// The directory.
+        directory: PathBuf,
+        /// Its latest checkpoint.
+        latest: PathBuf,
+    },
+    /// There is no run to go on with.
+    #[error("there is no run to resume: `{}` is not a directory", .directory.display())]
+    NothingToResume {
+        /// Where its checkpoints should be.
+        directory: PathBuf,
+    },
+    /// The tensors would fit, the arithmetic would not.
+    #[error(
+        "the run was trained with {}, the model has {}: give the same alpha and rank", adapters(.before), adapters(.now)
+    )]
+    OtherAdapters {
+        /// `alpha / rank` in the checkpoint.
+        before: Option<f64>,
+        /// `alpha / rank` of the model.
+        now: Option<f64>,
+    },
     /// The loss is a NaN or an infinity.
     #[error("the loss of step {step} is {loss}; the weights are those before it. {}", hint(.checked))]
     LossNotFinite {
@@ -156,6 +195,10 @@ pub enum TrainError {
         /// The norm.
         norm: f64,
     },
+}
+
+fn adapters(scale: &Option<f64>) -> String {
+    scale.map_or_else(|| "no adapters".into(), |scale| format!("adapters of alpha / rank {scale}"))
 }
 
 fn hint(checked: &bool) -> &'static str {

@@ -13,7 +13,9 @@ const LOG_PERCENT: usize = 10;
 /// as a line now and then elsewhere. One rank of a run makes one.
 pub struct Progress {
     steps: usize,
-    /// Wall time of the steps shown so far.
+    /// Steps shown so far: fewer than are done if the run goes on from a checkpoint.
+    shown: usize,
+    /// Their wall time.
     elapsed_ms: f64,
     sink: Sink,
 }
@@ -36,17 +38,18 @@ impl Progress {
         {
             bar.set_style(style.progress_chars("=> "));
         }
-        Self { steps, elapsed_ms: 0.0, sink: Sink::Bar(bar) }
+        Self { steps, shown: 0, elapsed_ms: 0.0, sink: Sink::Bar(bar) }
     }
 
     /// Writes lines to `log` instead: one after the first step, then one each tenth of the way.
     pub fn log(steps: usize, log: Box<dyn Write + Send>) -> Self {
-        Self { steps, elapsed_ms: 0.0, sink: Sink::Log(log) }
+        Self { steps, shown: 0, elapsed_ms: 0.0, sink: Sink::Log(log) }
     }
 
     /// Shows a step that is done.
     pub fn step(&mut self, metrics: &StepMetrics) {
         let done = metrics.step + 1;
+        self.shown += 1;
         self.elapsed_ms += metrics.step_ms;
         let state = format!("loss {:.4}  {} tokens/s", metrics.loss, quantity::rate(metrics.tokens_per_s));
         match &mut self.sink {
@@ -54,8 +57,8 @@ impl Progress {
                 bar.set_message(state);
                 bar.set_position(done as u64);
             }
-            Sink::Log(log) if is_logged(done, self.steps) => {
-                let left = self.steps.saturating_sub(done) as f64 * self.elapsed_ms / done as f64 / 1e3;
+            Sink::Log(log) if self.shown == 1 || is_logged(done, self.steps) => {
+                let left = self.steps.saturating_sub(done) as f64 * self.elapsed_ms / self.shown as f64 / 1e3;
                 let width = self.steps.to_string().len();
                 let (steps, eta) = (self.steps, quantity::duration(left));
                 // Training does not stop because nobody can read about it.

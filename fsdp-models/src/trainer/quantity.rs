@@ -21,6 +21,35 @@ pub fn bytes(count: u64) -> String {
     format!("{value:.decimals$} {}", UNITS[unit])
 }
 
+/// A number of bytes in a person's words, as `5GB`, `1.5 GiB` or `4096`: decimal units and binary ones.
+///
+/// # Errors
+/// If it is something else; the message says what is expected.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    const UNITS: [(&str, u64); 10] = [
+        ("", 1),
+        ("B", 1),
+        ("KB", 1_000),
+        ("MB", 1_000_000),
+        ("GB", 1_000_000_000),
+        ("TB", 1_000_000_000_000),
+        ("KiB", 1 << 10),
+        ("MiB", 1 << 20),
+        ("GiB", 1 << 30),
+        ("TiB", 1 << 40),
+    ];
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit = unit.strip_prefix(' ').unwrap_or(unit);
+    let unit = UNITS.into_iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
+    let bytes =
+        number.parse::<f64>().ok().zip(unit).map(|(number, (_, unit))| (number * unit as f64).round());
+    match bytes {
+        Some(bytes) if bytes >= 1.0 && bytes < u64::MAX as f64 => Ok(bytes as u64),
+        _ => Err(format!("`{text}` is no number of bytes: expected one as 5GB, 500 MiB or 4096")),
+    }
+}
+
 /// An integer with its digits in groups of three: `1,234,567`.
 pub fn count(value: u64) -> String {
     let digits = value.to_string();
@@ -70,6 +99,25 @@ mod tests {
             (u64::MAX, "16.0 EiB"),
         ] {
             assert_eq!(bytes(value), text);
+        }
+    }
+
+    #[test]
+    fn bytes_are_read_with_their_unit() {
+        for (text, bytes) in [
+            ("5GB", 5_000_000_000),
+            ("1.5 KiB", 1536),
+            ("4096", 4096),
+            ("200mb", 200_000_000),
+            ("7 B", 7),
+            ("2 TiB", 2 << 40),
+        ] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in
+            ["", "GB", "0", "-1 GB", "5 gigabytes", "1.2.3 MB", "5  GB", "inf", "99999999999 TB", "1e3"]
+        {
+            assert!(parse_bytes(text).is_err(), "{text}");
         }
     }
 

@@ -70,10 +70,11 @@ pub fn memory(ranks: &[TrainSummary]) -> impl fmt::Display + use<> {
             (most(|report| report.usage.current as u64), most(|report| report.usage.peak as u64));
         let formula = most(|report| report.formula);
         let category = ranks[0].memory[at].usage.category.name();
-        let pool = category.ends_with("_pool");
+        // A snapshot need not have what is frozen.
+        let bound = category.ends_with("_pool") || category == "snapshot";
         let verdict = match peak.cmp(&formula) {
             std::cmp::Ordering::Equal => "exact",
-            std::cmp::Ordering::Less if pool => "within the bound",
+            std::cmp::Ordering::Less if bound => "within the bound",
             _ => "differs",
         };
         table.row([category, &bytes(current), &bytes(peak), &bytes(formula), verdict]);

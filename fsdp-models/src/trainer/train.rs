@@ -7,11 +7,12 @@ use candle_core::{Device, Tensor};
 use fsdp::comm::{HostOp, Phase, Tag};
 use fsdp::engine::{MemoryReport, TrafficReport};
 use fsdp::launch::World;
-use fsdp::optim::{LossScaler, Optimizer};
+use fsdp::optim::{AdamW, LossScaler, Optimizer};
 use fsdp::spec::Dtype;
 use fsdp::trace::Span;
-use fsdp::{Fsdp, FullyShard};
+use fsdp::{Fsdp, FullyShard, ShardedOptimizer};
 
+use super::checkpoints::RunCheckpoints;
 use super::metrics::{MetricsWriter, StepMetrics, StepTimes};
 use super::options::{TrainError, TrainOptions};
 use super::progress::Progress;
@@ -30,16 +31,18 @@ pub struct Outputs {
     pub progress: Option<Mutex<Progress>>,
     /// Gets a line a step.
     pub metrics: Option<Mutex<MetricsWriter>>,
-    /// Gets the gradients of the first step, whole, reduced and not clipped. Complete after that step.
+    /// Gets the gradients of the run's first step, whole, reduced and not clipped. Complete after that step.
     pub gradients: Option<Mutex<TensorFileWriter>>,
     /// Gets the weights after the last step, whole. Complete when the run is.
     pub weights: Option<Mutex<TensorFileWriter>>,
+    /// Gets the state now and then, and has what the run goes on from.
+    pub checkpoints: Option<RunCheckpoints>,
 }
 
 /// What a run was like, seen from one rank.
 #[derive(Clone, Debug)]
 pub struct TrainSummary {
-    /// Every step. Loss and gradient norm are the same on all ranks, times are this rank's.
+    /// Every step since the run began, or went on. Loss and gradient norm are the same on all ranks, times are this rank's.
     pub steps: Vec<StepMetrics>,
     /// Median step time and rate.
     pub times: StepTimes,
@@ -78,11 +81,12 @@ pub fn shard(
 /// Trains `model`. Every rank must call it, with the same options, data and outputs.
 ///
 /// A step's loss is the mean over all tokens of the global batch, its gradient the mean over ranks and
-/// microbatches.
+/// microbatches. With [`Outputs::checkpoints`] the state is saved as training goes on, and a run that was stopped
+/// goes on from there, its data at the very next sample.
 ///
 /// # Errors
 /// A loss or a gradient norm that is not finite, on all ranks alike and before the weights change; and those
-/// of the model, the data and the outputs.
+/// of the model, the data, the checkpoints and the outputs.
 pub fn train(
     world: &World,
     model: &mut Fsdp<Llama>,
@@ -90,79 +94,123 @@ pub fn train(
     data: &dyn Batches,
     outputs: &Outputs,
 ) -> crate::Result<TrainSummary> {
-    let microbatches = options.microbatches;
     let mut optimizer = model.optimizer(options.optimizer())?;
     let mut scaler = (options.fsdp.precision.param == Dtype::F16).then(LossScaler::default);
+    let (mut first, mut served, mut saver) = (0, 0, None);
+    if let Some(checkpoints) = &outputs.checkpoints {
+        checkpoints.restore(model, &mut optimizer, scaler.as_mut())?;
+        (first, served) = (checkpoints.first_step(), checkpoints.served());
+        saver = Some(checkpoints.saver());
+    }
+    let mut run = Run { world, options, data, optimizer, scaler };
     let mut times = StepTimes::new(data.rows() * data.seq());
-    let mut steps = Vec::with_capacity(options.steps);
+    let mut steps = Vec::with_capacity(options.steps.saturating_sub(first));
 
-    for step in 0..options.steps {
+    for step in first..options.steps {
         if step + TRACED_STEPS == options.steps {
             model.clear_trace();
         }
         let start = Instant::now();
-        let lr = options.learning_rate(step);
-        optimizer.set_learning_rate(lr);
-
-        let mut loss_sum = 0.0;
-        for microbatch in 0..microbatches {
-            let part = Part { rank: world.rank(), world: world.size(), microbatch, microbatches };
-            let batch = data.batch(step, part)?.to_tensors(&Device::Cpu)?;
-            model.set_is_last_microbatch(microbatch + 1 == microbatches);
-            let loss: Tensor = model.forward(&batch)?;
-            loss_sum += f64::from(loss.to_scalar::<f32>()?);
-            let mut part = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
-            if let Some(scaler) = &scaler {
-                part = scaler.scale(&part)?;
-            }
-            model.backward(&part)?;
-        }
-
-        let loss = mean_over_ranks(world, step, loss_sum / microbatches as f64)?;
-        let checked = options.fsdp.check_finite;
-        if !loss.is_finite() {
-            return Err(TrainError::LossNotFinite { step, loss, checked }.into());
-        }
-        if let Some(file) = outputs.gradients.as_ref().filter(|_| step == 0) {
-            save(world, file, |visit| model.visit_gradients(visit))?;
-        }
-        if let Some(scaler) = &scaler {
-            scaler.unscale(model)?;
-        }
-        let grad_norm = match options.clip {
-            Some(max_norm) => model.clip_grad_norm(max_norm)?,
-            None => model.grad_norm()?,
-        };
-        match &mut scaler {
-            // A step whose gradients overflow is skipped, with a smaller scale from then on.
-            Some(scaler) => {
-                scaler.step(&mut optimizer, model)?;
-            }
-            None if !grad_norm.is_finite() => {
-                return Err(TrainError::GradNormNotFinite { step, loss, norm: grad_norm }.into());
-            }
-            None => optimizer.step(model)?,
-        }
+        let gradients = outputs.gradients.as_ref().filter(|_| step == first);
+        let (loss, grad_norm) = run.step(model, step, served, gradients)?;
+        served += data.rows() as u64;
 
         let step_ms = start.elapsed().as_secs_f64() * 1e3;
         let tokens_per_s = times.record(step_ms);
+        let lr = options.learning_rate(step);
         let metrics = StepMetrics { step, loss, grad_norm, lr, tokens_per_s, step_ms };
         steps.push(metrics);
         if world.rank() == 0 {
             outputs.step(&metrics)?;
         }
+        if let Some(saver) = &mut saver {
+            let (next, scaler) = (data.cursor(served), run.scaler.as_ref());
+            saver.after(step + 1, options.steps, next, model, &run.optimizer, scaler)?;
+        }
     }
 
+    if let Some(saver) = saver {
+        saver.finish()?;
+    }
     if let Some(file) = &outputs.weights {
         save(world, file, |visit| model.visit_weights(visit))?;
     }
     Ok(TrainSummary {
         steps,
         times,
-        memory: model.memory(optimizer.rule().state_names().len()),
+        memory: model.memory(run.optimizer.rule().state_names().len()),
         traffic: model.traffic(),
         spans: model.trace(),
     })
+}
+
+/// What a rank's steps need besides the model.
+struct Run<'a> {
+    world: &'a World,
+    options: &'a TrainOptions,
+    data: &'a dyn Batches,
+    optimizer: ShardedOptimizer<AdamW>,
+    scaler: Option<LossScaler>,
+}
+
+impl Run<'_> {
+    /// Takes one step on the global batch after `served` samples. Returns its loss and its gradient norm.
+    fn step(
+        &mut self,
+        model: &mut Fsdp<Llama>,
+        step: usize,
+        served: u64,
+        gradients: Option<&Mutex<TensorFileWriter>>,
+    ) -> crate::Result<(f64, f64)> {
+        self.optimizer.set_learning_rate(self.options.learning_rate(step));
+        let loss = self.backward(model, served)?;
+        let loss = mean_over_ranks(self.world, step, loss)?;
+        if !loss.is_finite() {
+            let checked = self.options.fsdp.check_finite;
+            return Err(TrainError::LossNotFinite { step, loss, checked }.into());
+        }
+        if let Some(file) = gradients {
+            save(self.world, file, |visit| model.visit_gradients(visit))?;
+        }
+        if let Some(scaler) = &self.scaler {
+            scaler.unscale(model)?;
+        }
+        let norm = match self.options.clip {
+            Some(max_norm) => model.clip_grad_norm(max_norm)?,
+            None => model.grad_norm()?,
+        };
+        match &mut self.scaler {
+            // A step whose gradients overflow is skipped, with a smaller scale from then on.
+            Some(scaler) => {
+                scaler.step(&mut self.optimizer, model)?;
+            }
+            None if !norm.is_finite() => {
+                return Err(TrainError::GradNormNotFinite { step, loss, norm }.into());
+            }
+            None => self.optimizer.step(model)?,
+        }
+        Ok((loss, norm))
+    }
+
+    /// Forwards and backwards of this rank's microbatches. Returns the mean of their losses.
+    fn backward(&self, model: &Fsdp<Llama>, served: u64) -> crate::Result<f64> {
+        let (data, microbatches) = (self.data, self.options.microbatches);
+        let mut sum = 0.0;
+        for microbatch in 0..microbatches {
+            let part = Part { rank: self.world.rank(), world: self.world.size(), microbatch, microbatches };
+            let batch = data.batch(served, part)?.to_tensors(&Device::Cpu)?;
+            model.set_first_sample(part.rows(data.rows())?.start as u64);
+            model.set_is_last_microbatch(microbatch + 1 == microbatches);
+            let loss: Tensor = model.forward(&batch)?;
+            sum += f64::from(loss.to_scalar::<f32>()?);
+            let mut loss = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
+            if let Some(scaler) = &self.scaler {
+                loss = scaler.scale(&loss)?;
+            }
+            model.backward(&loss)?;
+        }
+        Ok(sum / microbatches as f64)
+    }
 }
 
 /// The ranks' mean, in f64, summed in rank order: the same bits on all ranks.

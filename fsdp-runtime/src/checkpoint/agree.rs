@@ -1,9 +1,11 @@
 //! Success or failure, the same on all ranks.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::error::CheckpointError;
-use crate::comm::{Communicator, Phase, Tag};
+use crate::comm::{Communicator, Phase, Tag, panic_text};
+use crate::engine::{Engine, Turn, Turns};
 use crate::error::{Error, Result};
 
 /// A group that saves or loads together.
@@ -11,6 +13,7 @@ use crate::error::{Error, Result};
 pub(super) struct Group {
     pub comm: Arc<dyn Communicator>,
     pub step: u64,
+    turns: Arc<Turns>,
 }
 
 impl std::fmt::Debug for Group {
@@ -22,7 +25,29 @@ impl std::fmt::Debug for Group {
 const FAILED: u8 = 0;
 const DONE: u8 = 1;
 
+/// A panic of `work` is an error: peers that wait for this rank are told, and no panic leaves a save.
+pub(super) fn caught<T, E: Into<Error>>(work: impl FnOnce() -> Result<T, E>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).map_or_else(
+        |panic| Err(CheckpointError::Usage(format!("panicked: {}", panic_text(&*panic))).into()),
+        |outcome| outcome.map_err(Into::into),
+    )
+}
+
 impl Group {
+    /// All ranks of the model, at its present step.
+    pub fn of(engine: &Engine) -> Group {
+        Group {
+            comm: engine.checkpoint_comm.clone(),
+            step: engine.state.lock().step,
+            turns: engine.checkpoint_turns.clone(),
+        }
+    }
+
+    /// The place of a call among the saves and restores of the model, which come one after the other.
+    pub fn turn(&self) -> Turn {
+        self.turns.take()
+    }
+
     pub fn is_first(&self) -> bool {
         self.comm.rank() == 0
     }
@@ -65,7 +90,7 @@ impl Group {
         what: &str,
         first: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<Vec<u8>> {
-        let own = if self.is_first() { first().map_err(Into::into) } else { Ok(Vec::new()) };
+        let own = if self.is_first() { caught(first) } else { Ok(Vec::new()) };
         Ok(self.gather(what, own)?.swap_remove(0))
     }
 }

@@ -1,20 +1,24 @@
 //! Saves that go on beside the training.
 
+use std::fmt;
 use std::path::PathBuf;
-use std::thread::JoinHandle;
+use std::sync::Arc;
 
+use super::agree::caught;
 use super::contents::Contents;
 use super::error::CheckpointError;
 use super::store::Checkpoints;
-use crate::comm::panic_text;
+use crate::device::cpu::CpuStream;
+use crate::device::{Event, Stream};
 use crate::error::Result;
+use crate::sync::Mutex;
 
 /// Saves checkpoints in a thread of each rank's: [`save`](BackgroundSaver::save) copies what the rank owns into host
 /// memory (accounted as [`Category::Snapshot`](crate::memory::Category::Snapshot)) and returns; training goes on while
 /// it is written. One save is under way at a time: the next one waits for it.
 ///
-/// End with [`wait`](BackgroundSaver::wait). A saver that is dropped with a save under way does not wait for it, as the
-/// other ranks may have failed; that checkpoint may then not come to be.
+/// End with [`wait`](BackgroundSaver::wait), which tells how the last save went. A launched rank does not end before the
+/// save of a saver that it has dropped, but then nobody learns of an error.
 ///
 /// ```
 /// use fsdp_runtime::checkpoint::{Checkpoints, Contents};
@@ -32,17 +36,32 @@ use crate::error::Result;
 /// })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
-#[must_use = "dropped, it does not wait for the save that is under way"]
+#[must_use = "dropped, it does not tell how the save that is under way went"]
 pub struct BackgroundSaver {
     store: Checkpoints,
-    under_way: Option<JoinHandle<Result<PathBuf>>>,
+    /// Made by the first save.
+    stream: Option<Arc<CpuStream>>,
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    over: Arc<dyn Event>,
+    outcome: Arc<Mutex<Option<Result<PathBuf>>>>,
+}
+
+impl fmt::Debug for BackgroundSaver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BackgroundSaver")
+            .field("store", &self.store)
+            .field("is_busy", &self.is_busy())
+            .finish()
+    }
 }
 
 impl Checkpoints {
     /// Saves in the background from now on.
     pub fn in_background(self) -> BackgroundSaver {
-        BackgroundSaver { store: self, under_way: None }
+        BackgroundSaver { store: self, stream: None, under_way: None }
     }
 }
 
@@ -52,41 +71,63 @@ impl BackgroundSaver {
         &self.store
     }
 
-    /// Copies `contents` and begins to save them, after the save before it is complete.
+    /// Copies `contents` and begins to save them, after the save before it is over. If the system has no thread for it,
+    /// it is complete when this returns.
     ///
     /// Every rank must call it.
     ///
     /// # Errors
-    /// Those of the save before this one, which is then not begun: the same on all ranks.
+    /// Those of the save before this one, the same on all ranks. This one has begun all the same.
     pub fn save(&mut self, contents: Contents<'_>) -> Result<()> {
-        self.wait()?;
-        let (prepared, store) = (contents.snapshot()?, self.store.clone());
-        let name = format!("rank{}/checkpoint", prepared.group.comm.rank());
-        let spawned = std::thread::Builder::new().name(name).spawn(move || store.save_prepared(prepared));
-        let handle = spawned.map_err(|error| {
-            CheckpointError::Usage(format!("no thread can be started to save in the background: {error}"))
-        })?;
-        self.under_way = Some(handle);
-        Ok(())
+        let earlier = self.wait();
+        let prepared = contents.snapshot()?;
+        let (group, store) = (prepared.group.clone(), self.store.clone());
+        let turn = group.turn();
+        let outcome = Arc::new(Mutex::new(None));
+        let slot = outcome.clone();
+        let save = move || {
+            let saved = caught(|| {
+                turn.wait();
+                store.save_prepared(prepared)
+            });
+            *slot.lock() = Some(saved);
+            drop(turn);
+        };
+        let spawn = || CpuStream::spawn(format!("rank{}/checkpoint", group.comm.rank()));
+        let stream = self.stream.get_or_insert_with(spawn);
+        let has_thread = stream.submit(Box::new(|| Ok(()))).is_ok();
+        if has_thread {
+            stream.submit(Box::new(move || {
+                save();
+                Ok(())
+            }))?;
+        } else {
+            save();
+        }
+        self.under_way = Some(UnderWay { over: stream.record(), outcome });
+        earlier.map(drop)
     }
 
-    /// Waits until the save that is under way is complete, and returns where it is; `None` if there is none.
+    /// Waits until the save that is under way is over, and returns where it is; `None` if there is none.
     ///
     /// Every rank must call it.
     ///
     /// # Errors
     /// As for [`Checkpoints::save`].
     pub fn wait(&mut self) -> Result<Option<PathBuf>> {
-        let Some(handle) = self.under_way.take() else { return Ok(None) };
-        let outcome = handle.join().unwrap_or_else(|panic| {
-            let message = format!("the save in the background panicked: {}", panic_text(&*panic));
-            Err(CheckpointError::Usage(message).into())
-        });
-        outcome.map(Some)
+        let Some(UnderWay { over, outcome }) = self.under_way.take() else { return Ok(None) };
+        let ended = over.synchronize();
+        match outcome.lock().take() {
+            Some(saved) => saved.map(Some),
+            None => {
+                ended?;
+                Err(CheckpointError::Usage("the save in the background has come to no end".into()).into())
+            }
+        }
     }
 
     /// Whether a save is under way. Local.
     pub fn is_busy(&self) -> bool {
-        self.under_way.as_ref().is_some_and(|handle| !handle.is_finished())
+        self.under_way.as_ref().is_some_and(|under_way| !under_way.over.is_complete())
     }
 }

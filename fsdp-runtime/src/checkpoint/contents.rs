@@ -9,13 +9,14 @@ use serde_json::Value;
 
 use super::agree::Group;
 use super::error::CheckpointError;
+use super::expected::frozen_tensors;
+use super::finite::is_finite;
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
 use crate::error::Result;
 use crate::memory::Category;
-use crate::spec::Dtype;
 
 /// Section of the weights and buffers.
 pub const MODEL: &str = "model";
@@ -70,24 +71,17 @@ pub(super) enum Memory {
     Bytes(Vec<u8>),
 }
 
-pub(super) fn stored(dtype: Dtype) -> StoredDtype {
-    match dtype {
-        Dtype::F32 => StoredDtype::F32,
-        Dtype::BF16 => StoredDtype::BF16,
-        Dtype::F16 => StoredDtype::F16,
-    }
-}
-
 impl<'a> Contents<'a> {
     /// Weights and buffers of a model: the main weights where there are any, else the model weights.
     pub fn of<M: FsdpUnit>(model: &'a Fsdp<M>) -> Contents<'a> {
         let engine = model.engine().clone();
-        let (step, seed, unfinished) = {
+        let group = Group::of(&engine);
+        let (seed, unfinished) = {
             let state = engine.state.lock();
-            (state.step, state.seed, state.received.contains(&true))
+            (state.seed, state.received.contains(&true))
         };
         let prepared = Prepared {
-            group: Group { comm: engine.checkpoint_comm.clone(), step },
+            group,
             seed,
             writer: Writer {
                 ranks: engine.comm.size(),
@@ -105,7 +99,7 @@ impl<'a> Contents<'a> {
         let mut contents = Contents { engine: engine.clone(), prepared, borrowed: PhantomData };
         let mut declared = Vec::new();
         for (param, spec) in engine.layout.params.iter().enumerate() {
-            let dtype = stored(engine.saved_dtype(param));
+            let dtype = StoredDtype::from(engine.saved_dtype(param));
             declared.extend(spec.tensors().into_iter().map(|tensor| Declared {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,
@@ -140,6 +134,20 @@ impl<'a> Contents<'a> {
             );
         }
         contents
+    }
+
+    /// Leaves out the weights that are not trained, for a program that has them from elsewhere: beside low-rank adapters,
+    /// the pretrained model is by far the most. To be restored with
+    /// [`Restore::without_frozen`](super::Restore::without_frozen).
+    pub fn without_frozen(mut self) -> Self {
+        let engine = self.engine.clone();
+        let frozen = frozen_tensors(&engine);
+        if let Some(declared) = self.prepared.sections.get_mut(MODEL) {
+            declared.retain(|tensor| !frozen.contains(tensor.name.as_str()));
+        }
+        let left_out = |piece: &Piece| piece.section == MODEL && frozen.contains(piece.name.as_str());
+        self.prepared.pieces.retain(|piece| !left_out(piece));
+        self
     }
 
     fn fail(&mut self, message: impl Into<String>) {
@@ -202,8 +210,14 @@ impl<'a> Contents<'a> {
 
     /// Adds small state that is the same on all ranks, under a name of its own: a position in the data, a
     /// [`LossScalerState`](crate::optim::LossScalerState), what a schedule has to remember.
+    ///
+    /// Numbers must be finite: the index is JSON, which has no others.
     pub fn value(mut self, name: &str, value: &impl Serialize) -> Self {
         match serde_json::to_value(value) {
+            Ok(_) if !is_finite(value) => self.fail(format!(
+                "value `{name}` cannot be saved: it has a number that is not finite, which JSON does not have; save an \
+                 `Option` or its bits"
+            )),
             Ok(value) => self.insert(name, value),
             Err(error) => self.fail(format!("value `{name}` cannot be saved: {error}")),
         }

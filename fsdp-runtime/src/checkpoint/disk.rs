@@ -57,12 +57,40 @@ impl Disk {
         self.run("create", path, || File::options().write(true).create_new(true).open(path))
     }
 
+    /// Makes a new directory.
     pub fn create_directory(&self, path: &Path) -> Result<(), CheckpointError> {
-        self.run("create", path, || fs::create_dir_all(path))
+        self.run("create", path, || fs::create_dir(path))
     }
 
-    pub fn rename(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    /// Makes a directory, and those that it is in, where they are not there. They are on the disk when this returns.
+    pub fn create_directories(&self, path: &Path) -> Result<(), CheckpointError> {
+        if path.is_dir() {
+            return Ok(());
+        }
+        let parent = match path.parent() {
+            Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+            Some(parent) => parent,
+            None => path,
+        };
+        if parent != path {
+            self.create_directories(parent)?;
+        }
+        self.run("create", path, || match fs::create_dir(path) {
+            // Another program was faster.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+            made => made,
+        })?;
+        self.sync_directory(parent)
+    }
+
+    /// Puts what is at `from` in a place of its own.
+    pub fn put(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
         self.run("create", to, || fs::rename(from, to))
+    }
+
+    /// Takes what is at `from` out of its place.
+    pub fn take_away(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+        self.run("remove", from, || fs::rename(from, to))
     }
 
     pub fn remove_directory(&self, path: &Path) -> Result<(), CheckpointError> {

@@ -86,6 +86,28 @@ pub enum CheckpointError {
         /// The directory.
         path: PathBuf,
     },
+    /// The directory has a checkpoint of a later step, which would still be the latest one.
+    #[error(
+        "`{}` has a checkpoint of step {latest}, so one of step {step} would not be the latest: remove what the run has \
+         given up, or save into another directory",
+        .path.display()
+    )]
+    NotLatest {
+        /// The directory.
+        path: PathBuf,
+        /// Step of its latest checkpoint.
+        latest: u64,
+        /// Step that was to be saved.
+        step: u64,
+    },
+    /// A checkpoint was saved and is complete, but what it makes needless could not be removed.
+    #[error("checkpoint `{}` is complete, but what is no longer needed is still there: {message}", .path.display())]
+    NotRemoved {
+        /// The new checkpoint.
+        path: PathBuf,
+        /// What could not be removed, and why.
+        message: String,
+    },
     /// A setting that makes no sense, or a call at a time when it makes none.
     #[error("{0}")]
     Usage(String),

@@ -6,12 +6,16 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
+pub use crate::files::StoredDtype;
 
 /// Version of the format that this program writes, the latest that it reads.
 pub const FORMAT_VERSION: u64 = 1;
 
 /// Name of the index in a checkpoint's directory.
 pub const INDEX_FILE: &str = "index.json";
+
+/// Most steps that are believed: one can always be added.
+pub(super) const MAX_STEPS: u64 = i64::MAX as u64;
 
 /// Bytes under one checksum.
 pub(super) const BLOCK: usize = 1 << 20;
@@ -94,54 +98,6 @@ pub struct StoredPart {
     pub crc32: Vec<u32>,
 }
 
-/// Element type of a stored tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum StoredDtype {
-    F32,
-    BF16,
-    F16,
-    F64,
-    U8,
-    U32,
-    I16,
-    I32,
-    I64,
-}
-
-impl StoredDtype {
-    /// Bytes of an element.
-    pub const fn size(self) -> usize {
-        match self {
-            StoredDtype::U8 => 1,
-            StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::I16 => 2,
-            StoredDtype::F32 | StoredDtype::U32 | StoredDtype::I32 => 4,
-            StoredDtype::F64 | StoredDtype::I64 => 8,
-        }
-    }
-
-    /// As in safetensors files: `F32`, `BF16`, ...
-    pub const fn name(self) -> &'static str {
-        match self {
-            StoredDtype::F32 => "F32",
-            StoredDtype::BF16 => "BF16",
-            StoredDtype::F16 => "F16",
-            StoredDtype::F64 => "F64",
-            StoredDtype::U8 => "U8",
-            StoredDtype::U32 => "U32",
-            StoredDtype::I16 => "I16",
-            StoredDtype::I32 => "I32",
-            StoredDtype::I64 => "I64",
-        }
-    }
-}
-
-impl std::fmt::Display for StoredDtype {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 impl StoredTensor {
     /// Number of elements.
     pub fn numel(&self) -> usize {
@@ -151,6 +107,18 @@ impl StoredTensor {
     /// Bytes of all elements.
     pub fn bytes(&self) -> usize {
         self.numel() * self.dtype.size()
+    }
+}
+
+/// First byte, the one behind the last, and of which tensor.
+type Place<'a> = (u64, u64, Named<'a>);
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Named<'a>(&'a str, &'a str);
+
+impl std::fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.0, self.1)
     }
 }
 
@@ -169,6 +137,16 @@ impl Index {
             values: BTreeMap::new(),
             tensors: BTreeMap::new(),
         }
+    }
+
+    /// Version of the format it was written in.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().fold(0, |bytes, file| bytes.saturating_add(file.bytes))
     }
 
     /// The file: readable JSON whose last entry is the checksum of all before it.
@@ -213,8 +191,12 @@ impl Index {
         Ok(index)
     }
 
-    /// Checks that the parts of every tensor tile it, and that no two parts share bytes of a file.
+    /// Checks that the parts of every tensor tile it, and that those in a file tile it too, behind its header: every
+    /// byte is under a checksum.
     fn check(&self) -> Result<(), String> {
+        if self.step > MAX_STEPS {
+            return Err(format!("step {} is more than {MAX_STEPS}", self.step));
+        }
         let mut names = std::collections::HashSet::new();
         for StoredFile { name, .. } in &self.files {
             let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0']);
@@ -226,7 +208,7 @@ impl Index {
             }
         }
         // Of each file, the places that parts take.
-        let mut places: Vec<Vec<(u64, u64, String)>> = vec![Vec::new(); self.files.len()];
+        let mut places: Vec<Vec<Place<'_>>> = vec![Vec::new(); self.files.len()];
         for (section, tensors) in &self.tensors {
             for (name, tensor) in tensors {
                 let wrong = |what: String| format!("tensor `{section}:{name}` {what}");
@@ -265,7 +247,7 @@ impl Index {
                         let have = part.crc32.len();
                         return Err(wrong(format!("has {have} checksums for a part of {blocks} blocks")));
                     }
-                    places[part.file].push((part.offset, end, wrong(String::new())));
+                    places[part.file].push((part.offset, end, Named(section, name)));
                 }
                 if next != numel {
                     return Err(wrong(format!("has parts for {next} of its {numel} elements")));
@@ -276,8 +258,17 @@ impl Index {
             places.sort_unstable();
             for pair in places.windows(2) {
                 if pair[0].1 > pair[1].0 {
-                    return Err(format!("{}and {}share bytes of `{}`", pair[0].2, pair[1].2, file.name));
+                    let (one, other) = (&pair[0].2, &pair[1].2);
+                    return Err(format!("tensors `{one}` and `{other}` share bytes of `{}`", file.name));
                 }
+            }
+            if places.is_empty() {
+                return Err(format!("no tensor is in file `{}`", file.name));
+            }
+            let ends = places.iter().map(|place| place.1);
+            let starts = places.iter().skip(1).map(|place| place.0).chain([file.bytes]);
+            if let Some((end, start)) = ends.zip(starts).find(|(end, start)| end != start) {
+                return Err(format!("bytes {end}..{start} of `{}` belong to no tensor", file.name));
             }
         }
         Ok(())

@@ -14,17 +14,25 @@
 //!
 //! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. At the
 //! same number of ranks, training goes on bit for bit; at another one, to the order of sums.
+//!
+//! The program `examples/fsdp-checkpoint.rs` shows checkpoints, verifies, compares and exports them.
 
 mod agree;
 mod background;
+mod commit;
 mod contents;
 mod disk;
 mod error;
+mod expected;
+mod finite;
+mod full_state;
 mod index;
+mod open_files;
 mod read;
 mod restore;
 mod state;
 mod store;
+mod verify;
 mod write;
 
 pub use background::BackgroundSaver;

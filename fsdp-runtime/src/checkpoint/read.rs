@@ -1,17 +1,16 @@
 //! A complete checkpoint, read by ranges.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, StoredDtype, StoredPart, StoredTensor};
+use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
+use super::open_files::{OpenFiles, open_regular, regular_length};
 use crate::files::FileError;
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
@@ -20,13 +19,17 @@ const MAX_INDEX: u64 = 1 << 30;
 /// An open checkpoint. Only its index is in memory; tensors are read by ranges, and every byte that is read is checked
 /// against its checksum. Files are read at positions rather than mapped: a file that another program cuts short is an
 /// error, not a signal. Threads may share it.
+///
+/// A checkpoint may come from anywhere: nothing outside its directory is read, no link is followed in it, and memory is
+/// in proportion to its index, which has 1 GiB at most, and to what is asked for. Checksums find what was damaged, not
+/// what was changed on purpose.
 #[derive(Debug)]
 pub struct Checkpoint {
     directory: PathBuf,
     index: Index,
     /// Checksum of the index.
     digest: u32,
-    files: Vec<Mutex<File>>,
+    files: OpenFiles,
 }
 
 impl Checkpoint {
@@ -37,32 +40,16 @@ impl Checkpoint {
     /// If it is not a checkpoint, not complete, of a later format, or the index is damaged.
     pub fn open(directory: impl AsRef<Path>) -> Result<Checkpoint, CheckpointError> {
         let directory = directory.as_ref().to_path_buf();
-        let path = directory.join(INDEX_FILE);
-        let file = match open_regular(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && directory.is_dir() => {
-                return Err(CheckpointError::NotACheckpoint { path: directory });
-            }
-            opened => opened.map_err(FileError::on("open", &path))?,
-        };
-        let mut bytes = Vec::new();
-        file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
-        if bytes.len() as u64 > MAX_INDEX {
-            let reason = format!("it is larger than {MAX_INDEX} bytes");
-            return Err(CheckpointError::Malformed { path, reason });
-        }
-        let index = Index::decode(&path, &bytes)?;
-        let mut files = Vec::with_capacity(index.files.len());
+        let (index, digest) = read_index(&directory)?;
         for stored in &index.files {
             let path = directory.join(&stored.name);
-            let file = open_regular(&path).map_err(FileError::on("open", &path))?;
-            let length = file.metadata().map_err(FileError::on("read", &path))?.len();
+            let length = regular_length(&path).map_err(FileError::on("open", &path))?;
             if length != stored.bytes {
                 let reason = format!("it has {length} bytes, {} were written", stored.bytes);
                 return Err(CheckpointError::Malformed { path, reason });
             }
-            files.push(Mutex::new(file));
         }
-        Ok(Checkpoint { directory, index, digest: crc32fast::hash(&bytes), files })
+        Ok(Checkpoint { directory, index, digest, files: OpenFiles::default() })
     }
 
     /// The directory it is in.
@@ -100,15 +87,23 @@ impl Checkpoint {
         })
     }
 
+    /// The tensors of a section.
+    ///
+    /// # Errors
+    /// If there is no such section.
+    pub fn section(&self, section: &str) -> Result<&Section, CheckpointError> {
+        self.index.tensors.get(section).ok_or_else(|| {
+            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
+            self.absent(format!("section `{section}`"), sections)
+        })
+    }
+
     /// A tensor.
     ///
     /// # Errors
     /// If there is no such section or tensor.
     pub fn tensor(&self, section: &str, name: &str) -> Result<&StoredTensor, CheckpointError> {
-        let tensors = self.index.tensors.get(section).ok_or_else(|| {
-            let sections: Vec<&str> = self.index.tensors.keys().map(String::as_str).collect();
-            self.absent(format!("section `{section}`"), sections)
-        })?;
+        let tensors = self.section(section)?;
         tensors
             .get(name)
             .ok_or_else(|| self.absent(format!("tensor `{section}:{name}`"), vec!["other tensors there"]))
@@ -132,12 +127,21 @@ impl Checkpoint {
         out: &mut [f32],
     ) -> Result<(), CheckpointError> {
         let tensor = self.tensor(section, name)?;
-        if !matches!(tensor.dtype, StoredDtype::F32 | StoredDtype::BF16 | StoredDtype::F16 | StoredDtype::F64)
-        {
+        if !tensor.dtype.is_float() {
             let message = format!("tensor `{section}:{name}` is {}, expected floats", tensor.dtype);
             return Err(CheckpointError::Usage(message));
         }
-        self.read(section, name, start, out.len(), |at, bytes| widen(tensor.dtype, bytes, &mut out[at..]))
+        let mut buffer = Vec::new();
+        self.blocks(section, name, start..start.saturating_add(out.len()), |block| {
+            let out = &mut out[block.at..block.at + block.wanted.len() / tensor.dtype.size()];
+            if tensor.dtype == StoredDtype::F32 && block.is_whole() && cfg!(target_endian = "little") {
+                return self.read_block(&block, bytemuck::cast_slice_mut(out));
+            }
+            buffer.resize(block.len, 0);
+            self.read_block(&block, &mut buffer)?;
+            widen(tensor.dtype, &buffer[block.wanted.clone()], out);
+            Ok(())
+        })
     }
 
     /// Reads elements `range` of a flattened tensor as they are, little-endian.
@@ -150,126 +154,133 @@ impl Checkpoint {
         name: &str,
         range: Range<usize>,
     ) -> Result<Vec<u8>, CheckpointError> {
-        let size = self.tensor(section, name)?.dtype.size();
         let mut out = Vec::new();
-        self.read(section, name, range.start, range.len(), |at, bytes| {
-            debug_assert_eq!(out.len(), at * size);
-            out.extend_from_slice(bytes);
+        let mut buffer = Vec::new();
+        self.blocks(section, name, range, |block| {
+            buffer.resize(block.len, 0);
+            self.read_block(&block, &mut buffer)?;
+            out.extend_from_slice(&buffer[block.wanted.clone()]);
+            Ok(())
         })?;
         Ok(out)
     }
 
-    /// Calls `take(elements since start, bytes)` for the elements `start..start + len`, in order.
-    fn read(
-        &self,
-        section: &str,
-        name: &str,
-        start: usize,
-        len: usize,
-        mut take: impl FnMut(usize, &[u8]),
+    /// Calls `take` for the blocks that the elements `range` are in, in order.
+    fn blocks<'a>(
+        &'a self,
+        section: &'a str,
+        name: &'a str,
+        range: Range<usize>,
+        mut take: impl FnMut(Block<'a>) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let tensor = self.tensor(section, name)?;
-        let Some(end) = start.checked_add(len).filter(|end| *end <= tensor.numel()) else {
-            let message = format!(
-                "elements {start}..{} of tensor `{section}:{name}` were asked for: it has {}",
-                start.saturating_add(len),
-                tensor.numel()
-            );
+        let (Range { start, end }, numel) = (range.clone(), tensor.numel());
+        if start > end || end > numel {
+            let message =
+                format!("elements {range:?} of tensor `{section}:{name}` were asked for: it has {numel}");
             return Err(CheckpointError::Usage(message));
-        };
+        }
         let first = tensor.parts.partition_point(|part| part.start + part.len <= start);
-        let mut block = Vec::new();
         for part in tensor.parts[first..].iter().take_while(|part| part.start < end) {
             let (from, to) = (start.max(part.start), end.min(part.start + part.len));
             let size = tensor.dtype.size();
             let wanted = (from - part.start) * size..(to - part.start) * size;
             for index in wanted.start / BLOCK..wanted.end.div_ceil(BLOCK) {
-                self.read_block((section, name), part, part.len * size, index, &mut block)?;
                 // Blocks are whole elements.
-                let here = wanted.start.max(index * BLOCK)..wanted.end.min((index + 1) * BLOCK);
-                let at = part.start + here.start / size - start;
-                take(at, &block[here.start - index * BLOCK..here.end - index * BLOCK]);
+                let block = index * BLOCK..((index + 1) * BLOCK).min(part.len * size);
+                let here = wanted.start.max(block.start)..wanted.end.min(block.end);
+                take(Block {
+                    tensor: (section, name),
+                    file: part.file,
+                    offset: part.offset + block.start as u64,
+                    len: block.len(),
+                    crc32: part.crc32[index],
+                    at: part.start + here.start / size - start,
+                    wanted: here.start - block.start..here.end - block.start,
+                })?;
             }
         }
         Ok(())
     }
 
-    /// Reads and checks block `index` of a part of `bytes` bytes.
-    fn read_block(
-        &self,
-        (section, name): (&str, &str),
-        part: &StoredPart,
-        bytes: usize,
-        index: usize,
-        block: &mut Vec<u8>,
-    ) -> Result<(), CheckpointError> {
-        let start = index * BLOCK;
-        block.resize(BLOCK.min(bytes - start), 0);
-        let offset = part.offset + start as u64;
-        self.read_at(part.file, offset, block)?;
-        let (found, expected) = (crc32fast::hash(block), part.crc32[index]);
+    /// Reads a block into `bytes`, which have its length, and checks it.
+    fn read_block(&self, block: &Block<'_>, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        self.read_at(block.file, block.offset, bytes)?;
+        let (found, expected) = (crc32fast::hash(bytes), block.crc32);
         if found != expected {
-            let (path, len) = (self.file_path(part.file), block.len() as u64);
-            let tensor = format!("{section}:{name}");
+            let (path, offset, len) = (self.file_path(block.file), block.offset, block.len as u64);
+            let tensor = format!("{}:{}", block.tensor.0, block.tensor.1);
             return Err(CheckpointError::Corrupted { path, offset, len, tensor, expected, found });
         }
         Ok(())
     }
 
     fn read_at(&self, file: usize, offset: u64, bytes: &mut [u8]) -> Result<(), CheckpointError> {
-        // The position is set before each read: what a panicking thread left behind does not matter.
-        let mut open = self.files[file].lock().unwrap_or_else(PoisonError::into_inner);
-        let read = open.seek(SeekFrom::Start(offset)).and_then(|_| open.read_exact(bytes));
-        Ok(read.map_err(FileError::on("read", &self.file_path(file)))?)
+        let path = self.file_path(file);
+        self.files.read_at(file, &path, offset, bytes).map_err(|error| match error.kind() {
+            // It was long enough when it was opened.
+            io::ErrorKind::UnexpectedEof => {
+                let reason = format!("it ends before byte {}", offset + bytes.len() as u64);
+                CheckpointError::Malformed { path, reason }
+            }
+            _ => FileError::on("read", &path)(error).into(),
+        })
     }
 
     fn file_path(&self, file: usize) -> PathBuf {
         self.directory.join(&self.index.files[file].name)
     }
+}
 
-    /// Reads everything and checks it, `progress(bytes)` after each tensor. Returns all that is wrong. Local.
+impl Index {
+    /// Reads the index of the checkpoint in `directory`, and none of its files. Local.
     ///
     /// # Errors
-    /// If a file cannot be read.
-    pub fn verify(&self, mut progress: impl FnMut(u64)) -> Result<Vec<CheckpointError>, CheckpointError> {
-        let mut wrong = Vec::new();
-        for (index, file) in self.index.files.iter().enumerate() {
-            let places = self.index.tensors.values().flat_map(|section| section.values());
-            let parts = places.flat_map(|tensor| &tensor.parts).filter(|part| part.file == index);
-            let header = parts.map(|part| part.offset).min().unwrap_or(file.bytes);
-            let mut bytes = vec![0; usize::try_from(header).unwrap_or(usize::MAX).min(file.bytes as usize)];
-            self.read_at(index, 0, &mut bytes)?;
-            let (found, expected) = (crc32fast::hash(&bytes), file.header_crc32);
-            if found != expected {
-                let (path, len, tensor) = (self.file_path(index), header, "header".to_owned());
-                wrong.push(CheckpointError::Corrupted { path, offset: 0, len, tensor, expected, found });
-            }
-        }
-        let mut block = Vec::new();
-        for (section, tensors) in &self.index.tensors {
-            for (name, tensor) in tensors {
-                for part in &tensor.parts {
-                    for index in 0..part.crc32.len() {
-                        let bytes = part.len * tensor.dtype.size();
-                        match self.read_block((section, name), part, bytes, index, &mut block) {
-                            Err(error @ CheckpointError::Corrupted { .. }) => wrong.push(error),
-                            other => other?,
-                        }
-                    }
-                }
-                progress(tensor.bytes() as u64);
-            }
-        }
-        Ok(wrong)
+    /// If it is not a checkpoint, not complete, of a later format, or the index is damaged.
+    pub fn read(directory: impl AsRef<Path>) -> Result<Index, CheckpointError> {
+        Ok(read_index(directory.as_ref())?.0)
     }
 }
 
-/// Opens a file of a checkpoint: never through a symbolic link, which may lead out of the directory.
-fn open_regular(path: &Path) -> io::Result<File> {
-    if !fs::symlink_metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+/// An index and its checksum.
+fn read_index(directory: &Path) -> Result<(Index, u32), CheckpointError> {
+    let path = directory.join(INDEX_FILE);
+    let file = match open_regular(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && directory.is_dir() => {
+            return Err(CheckpointError::NotACheckpoint { path: directory.to_path_buf() });
+        }
+        opened => opened.map_err(FileError::on("open", &path))?,
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
+    if bytes.len() as u64 > MAX_INDEX {
+        let reason = format!("it is larger than {MAX_INDEX} bytes");
+        return Err(CheckpointError::Malformed { path, reason });
     }
-    File::open(path)
+    Ok((Index::decode(&path, &bytes)?, crc32fast::hash(&bytes)))
+}
+
+/// Bytes under one checksum, some of which are wanted.
+struct Block<'a> {
+    /// Section and name.
+    tensor: (&'a str, &'a str),
+    file: usize,
+    /// First byte in the file.
+    offset: u64,
+    /// Number of bytes.
+    len: usize,
+    crc32: u32,
+    /// Where its wanted elements go, in elements since the first that was asked for.
+    at: usize,
+    /// Which of its bytes are wanted.
+    wanted: Range<usize>,
+}
+
+impl Block<'_> {
+    /// All of it is wanted.
+    fn is_whole(&self) -> bool {
+        self.wanted == (0..self.len)
+    }
 }
 
 fn widen(dtype: StoredDtype, bytes: &[u8], out: &mut [f32]) {

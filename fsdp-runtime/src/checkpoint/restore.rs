@@ -8,15 +8,16 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::agree::Group;
-use super::contents::{MODEL, OPTIMIZER, stored};
+use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
-use super::index::{INDEX_FILE, Section, StoredDtype, StoredTensor};
+use super::expected::{Expected, frozen_tensors, left_out, mismatch, model_tensors};
+use super::index::{INDEX_FILE, MAX_STEPS, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
-use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_dtype, buffer_list, overwrite_buffer};
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
 use crate::error::{Error, Result};
-use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
+use crate::files::Mismatch;
 use crate::spec::{LogicalTensor, TensorPiece};
 
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
@@ -30,6 +31,7 @@ pub struct Restore<'a> {
     optimizer: Option<&'a mut dyn OptimizerState>,
     averages: Vec<(String, &'a mut Ema)>,
     strict: bool,
+    frozen: bool,
     borrowed: PhantomData<&'a mut ()>,
 }
 
@@ -60,6 +62,7 @@ impl<'a> Restore<'a> {
             optimizer: None,
             averages: Vec::new(),
             strict: true,
+            frozen: true,
             borrowed: PhantomData,
         }
     }
@@ -84,6 +87,13 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Leaves frozen weights as they are, whether the checkpoint has them or not: the counterpart of
+    /// [`Contents::without_frozen`](super::Contents::without_frozen).
+    pub fn without_frozen(mut self) -> Self {
+        self.frozen = false;
+        self
+    }
+
     /// Restores from the checkpoint in `directory`. Gradients of a step that has begun are forgotten.
     ///
     /// Every rank must call it.
@@ -95,7 +105,9 @@ impl<'a> Restore<'a> {
     pub fn from(self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;
-        let group = Group { comm: engine.checkpoint_comm.clone(), step: engine.state.lock().step };
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
         self.in_group(&group, directory.as_ref())
     }
 
@@ -142,7 +154,10 @@ impl<'a> Restore<'a> {
     /// What is wrong with each section that is to be restored, and which sections are not.
     fn compare(&self, checkpoint: &Checkpoint) -> Result<(Mismatches, Vec<String>)> {
         let engine = &*self.engine;
-        let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), self.model_tensors())];
+        let left = if self.frozen { HashSet::new() } else { frozen_tensors(engine) };
+        let mut model = model_tensors(engine, &self.buffers);
+        model.retain(|tensor| !left.contains(tensor.name.as_str()));
+        let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), model)];
         let mut add = |section: String, params: &[usize]| -> Result<()> {
             if expected.iter().any(|(known, _)| *known == section) {
                 return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
@@ -171,34 +186,16 @@ impl<'a> Restore<'a> {
         let none = Section::new();
         let mut wrong = Vec::new();
         for (section, expected) in &expected {
-            let mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
+            let mut mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
+            if section == MODEL {
+                mismatch.unexpected.retain(|name| !left.contains(name.as_str()));
+            }
             if !mismatch.is_empty() {
                 wrong.push((section.clone(), mismatch));
             }
         }
         let unused = stored.keys().filter(|section| !expected.iter().any(|(known, _)| known == *section));
         Ok((wrong, unused.cloned().collect()))
-    }
-
-    fn model_tensors(&self) -> Vec<Expected> {
-        let params = self.engine.layout.params.iter().enumerate();
-        let weights = params.flat_map(|(param, spec)| {
-            let dtype = stored(self.engine.saved_dtype(param));
-            spec.tensors().into_iter().map(move |tensor| Expected {
-                name: tensor.name.to_owned(),
-                shape: tensor.shape,
-                dtype,
-                exact: false,
-            })
-        });
-        let buffers = self.buffers.iter().map(|(name, tensor)| Expected {
-            name: name.clone(),
-            shape: tensor.dims().to_vec(),
-            // One of another dtype cannot be in a checkpoint.
-            dtype: buffer_dtype(tensor).unwrap_or(StoredDtype::U8),
-            exact: true,
-        });
-        weights.chain(buffers).collect()
     }
 
     /// The values that go with what is to be restored.
@@ -213,34 +210,38 @@ impl<'a> Restore<'a> {
                 Some(value)
             }
         };
-        let updates = self.averages.iter().map(|(name, _)| checkpoint.value::<u64>(name));
-        Ok(Values { optimizer, updates: updates.collect::<Result<_, _>>()? })
+        let updates = |(name, _): &(String, _)| -> Result<u64> {
+            let updates = checkpoint.value::<u64>(name)?;
+            if updates > MAX_STEPS {
+                let reason = format!("its average `{name}` has {updates} updates, more than {MAX_STEPS}");
+                return Err(malformed(reason).into());
+            }
+            Ok(updates)
+        };
+        Ok(Values { optimizer, updates: self.averages.iter().map(updates).collect::<Result<_>>()? })
     }
 
     /// Fills what this rank holds.
     fn read(&mut self, checkpoint: &Checkpoint, skipped: &[(String, Mismatch)]) -> Result<()> {
         let engine = &*self.engine;
-        let left_out = |section: &str| -> HashSet<&str> {
-            let mismatch = skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch);
-            let names = mismatch.into_iter().flat_map(|mismatch| {
-                let shapes = mismatch.shapes.iter().map(|wrong| wrong.name.as_str());
-                let dtypes = mismatch.dtypes.iter().filter(|wrong| !is_float(&wrong.found));
-                let missing = mismatch.missing.iter().map(String::as_str);
-                missing.chain(shapes).chain(dtypes.map(|wrong| wrong.name.as_str()))
-            });
-            names.collect()
+        let left_out = |section: &str| {
+            left_out(skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch))
         };
         let out = left_out(MODEL);
+        let frozen = self.frozen;
         engine.fill_weights(|_, spec, elements, values| {
+            if !frozen && !spec.key.requires_grad {
+                return Ok(());
+            }
             for TensorPiece { tensor, elements, at } in spec.pieces(elements) {
-                if !out.contains(tensor.name) {
+                if !out.weight(tensor.name) {
                     checkpoint.read_f32(MODEL, tensor.name, elements.start, &mut values[at])?;
                 }
             }
             Ok(())
         })?;
         for (name, tensor) in &self.buffers {
-            if !out.contains(name.as_str()) && tensor.elem_count() > 0 {
+            if !out.buffer(name) && tensor.elem_count() > 0 {
                 let bytes = checkpoint.read_bytes(MODEL, name, 0..tensor.elem_count())?;
                 let written = overwrite_buffer(tensor, bytes);
                 written.map_err(|error| Error::Usage(format!("buffer `{name}`: {error}")))?;
@@ -253,7 +254,7 @@ impl<'a> Restore<'a> {
                 // thread is its only user.
                 let values = unsafe { memory.as_mut_slice::<f32>() };
                 for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
-                    if !out.contains(tensor.name) {
+                    if !out.weight(tensor.name) {
                         checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
                     }
                 }
@@ -280,43 +281,6 @@ struct Values {
     updates: Vec<u64>,
 }
 
-struct Expected {
-    name: String,
-    shape: Vec<usize>,
-    dtype: StoredDtype,
-    /// No other dtype will do, however wide.
-    exact: bool,
-}
-
-fn is_float(dtype: &str) -> bool {
-    matches!(dtype, "F32" | "BF16" | "F16" | "F64")
-}
-
-fn mismatch(expected: &[Expected], stored: &Section) -> Mismatch {
-    let mut mismatch = Mismatch::default();
-    for Expected { name, shape, dtype, exact } in expected {
-        let Some(StoredTensor { shape: found, dtype: found_dtype, .. }) = stored.get(name) else {
-            mismatch.missing.push(name.clone());
-            continue;
-        };
-        if found != shape {
-            let (expected, found) = (shape.clone(), found.clone());
-            mismatch.shapes.push(ShapeMismatch { name: name.clone(), expected, found });
-            continue;
-        }
-        let widens = !exact
-            && *dtype == StoredDtype::F32
-            && matches!(found_dtype, StoredDtype::BF16 | StoredDtype::F16);
-        if found_dtype != dtype && !widens {
-            let (expected, found) = (dtype.to_string(), found_dtype.to_string());
-            mismatch.dtypes.push(DtypeMismatch { name: name.clone(), expected, found });
-        }
-    }
-    let known: HashSet<&str> = expected.iter().map(|expected| expected.name.as_str()).collect();
-    mismatch.unexpected = stored.keys().filter(|name| !known.contains(name.as_str())).cloned().collect();
-    mismatch
-}
-
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().rev().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -331,7 +295,9 @@ impl Checkpoints {
     pub fn restore_latest(&self, restore: Restore<'_>) -> Result<Option<Restored>> {
         let engine = restore.engine.clone();
         engine.settle()?;
-        let group = Group { comm: engine.checkpoint_comm.clone(), step: engine.state.lock().step };
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
         let name = group.by_first("the latest checkpoint", || -> Result<Vec<u8>> {
             let latest = self.latest()?;
             let name =

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::index::MAX_STEPS;
 use crate::engine::{Engine, HeldState, OwnerOptimizer, ShardedOptimizer, StepCounts};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, OwnerRule};
@@ -86,6 +87,10 @@ impl OptimizerValue {
             (describe(&read.rule, read.owner_rule.as_deref()), describe(rule, owner_rule));
         if found != expected {
             return Err(format!("its optimizer is {found}, expected {expected}"));
+        }
+        let steps = read.param_steps.values().chain([&read.steps]).max();
+        if let Some(steps) = steps.filter(|steps| **steps > MAX_STEPS) {
+            return Err(format!("its optimizer has taken {steps} steps, more than {MAX_STEPS}"));
         }
         Ok(read)
     }

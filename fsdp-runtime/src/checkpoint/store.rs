@@ -1,13 +1,14 @@
 //! A directory of checkpoints, and how one comes to be in it: whole, or not at all.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File, TryLockError};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::agree::Group;
-use super::contents::{Contents, Prepared};
+use super::agree::{Group, caught};
+use super::commit::{Commit, UNFINISHED, parse_name};
+use super::contents::{Contents, Piece, Prepared};
 use super::disk::Disk;
 use super::error::CheckpointError;
 use super::index::{INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
@@ -18,8 +19,9 @@ use crate::files::FileError;
 /// A directory that holds the checkpoints of one run, each in a directory of its own: `step-00000100`, ...
 ///
 /// A checkpoint is written beside its place and renamed when every rank's part is on the disk: what has the name is
-/// complete, and a program that is killed at any moment leaves the earlier ones as they were. With several hosts, all
-/// must see the same directory.
+/// complete, and a program that is killed at any moment leaves the earlier ones as they were. The next save removes what
+/// it was writing, which has a name that begins with `.unfinished-`. With several hosts, all must see the same
+/// directory. Files and directories of other names are left alone.
 ///
 /// ```
 /// use fsdp_runtime::checkpoint::{Checkpoints, Contents, Restore};
@@ -48,9 +50,9 @@ use crate::files::FileError;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
-    directory: PathBuf,
-    keep: Option<usize>,
-    disk: Disk,
+    pub(super) directory: PathBuf,
+    pub(super) keep: Option<usize>,
+    pub(super) disk: Disk,
 }
 
 /// A complete checkpoint in a [`Checkpoints`] directory.
@@ -64,17 +66,15 @@ pub struct Entry {
     pub path: PathBuf,
 }
 
-/// Begins the names of what is being written or removed, and is no checkpoint.
-const UNFINISHED: &str = ".unfinished-";
-const LOCK_FILE: &str = ".lock";
-
 impl Checkpoints {
     /// The checkpoints in `directory`, which the first save makes. All of them are kept.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Checkpoints { directory: directory.into(), keep: None, disk: Disk::default() }
     }
 
-    /// Removes old checkpoints after each save, all but the last `count`, which must be at least 1.
+    /// Removes old checkpoints after each save, all but the last `count`, which must be at least 1. If that fails, the
+    /// save returns [`CheckpointError::NotRemoved`] with the place of the new checkpoint, which is complete, and the next
+    /// save tries again.
     pub fn keep(mut self, count: usize) -> Self {
         self.keep = Some(count);
         self
@@ -104,24 +104,48 @@ impl Checkpoints {
         Ok(self.entries()?)
     }
 
-    fn entries(&self) -> Result<Vec<Entry>, CheckpointError> {
+    pub(super) fn entries(&self) -> Result<Vec<Entry>, CheckpointError> {
+        let mut entries = Vec::new();
+        for path in self.paths()? {
+            let named = path.file_name().and_then(|name| name.to_str()).and_then(parse_name);
+            let Some((step, repeat)) = named else { continue };
+            let index = path.join(INDEX_FILE);
+            // One that cannot be looked at is not passed over: training would go on from an earlier one.
+            match fs::metadata(&index) {
+                Ok(index) if index.is_file() => entries.push(Entry { step, repeat, path }),
+                Ok(_) => {}
+                Err(error) if is_absent(&error) => {}
+                Err(error) => return Err(FileError::on("read", &index)(error).into()),
+            }
+        }
+        entries.sort();
+        Ok(entries)
+    }
+
+    /// Everything in the directory, sorted by name.
+    fn paths(&self) -> Result<Vec<PathBuf>, CheckpointError> {
         let read = |error| FileError::on("read", &self.directory)(error);
         let listed = match fs::read_dir(&self.directory) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             listed => listed.map_err(read)?,
         };
-        let mut entries = Vec::new();
-        for entry in listed {
-            let path = entry.map_err(read)?.path();
-            let named = path.file_name().and_then(|name| name.to_str()).and_then(parse_name);
-            if let Some((step, repeat)) = named
-                && path.join(INDEX_FILE).is_file()
-            {
-                entries.push(Entry { step, repeat, path });
-            }
-        }
-        entries.sort();
-        Ok(entries)
+        let mut paths =
+            listed.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>().map_err(read)?;
+        paths.sort();
+        Ok(paths)
+    }
+
+    /// What is no checkpoint yet or no longer, sorted by name: saves and removals that are under way, or were when their
+    /// program was killed. The next save removes them. Local.
+    ///
+    /// # Errors
+    /// If the directory cannot be read.
+    pub fn unfinished(&self) -> Result<Vec<PathBuf>> {
+        let paths = self.paths()?.into_iter();
+        let unfinished = paths.filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED))
+        });
+        Ok(unfinished.collect())
     }
 
     /// The latest complete checkpoint, if there is one. Local: ranks that load together call
@@ -137,14 +161,21 @@ impl Checkpoints {
     /// the others, without a gather; what several ranks have is written by one. When this returns the checkpoint is
     /// complete and on the disk; if it fails, on all ranks, the earlier ones are as they were.
     ///
-    /// A second checkpoint of the same step replaces the first once it is complete.
+    /// A second checkpoint of the same step replaces the first once it is complete. One of an earlier step than the
+    /// latest is refused, as it would not be the one to go on from: a run that goes back saves into another directory, or
+    /// its user removes what it has given up.
     ///
-    /// Every rank must call it.
+    /// Every rank must call it. It waits for saves of the model that are under way in the background.
     ///
     /// # Errors
-    /// If the ranks' small state differs, if another program saves into the directory, if anything cannot be written.
+    /// If the ranks' small state differs, if another program saves into the directory, if it has a later checkpoint, if
+    /// anything cannot be written; if an old checkpoint cannot be removed ([`CheckpointError::NotRemoved`]: the new one
+    /// is complete). The same on all ranks, and training can go on.
     pub fn save(&self, contents: Contents<'_>) -> Result<PathBuf> {
-        self.save_prepared(contents.prepare()?)
+        let prepared = contents.prepare()?;
+        let turn = prepared.group.turn();
+        turn.wait();
+        self.save_prepared(prepared)
     }
 
     pub(super) fn save_prepared(&self, mut contents: Prepared) -> Result<PathBuf> {
@@ -176,22 +207,39 @@ impl Checkpoints {
             .collect();
         let file = format!("rank-{:05}.safetensors", group.comm.rank());
         let pieces = std::mem::take(&mut contents.pieces);
-        let written = write::write(&self.disk, &directory, &file, pieces, |piece| {
-            dtypes.get(&(piece.section.as_str(), piece.name.as_str())).copied().unwrap_or(StoredDtype::F32)
+        let manifest = caught(|| {
+            let dtype = |piece: &Piece| {
+                dtypes
+                    .get(&(piece.section.as_str(), piece.name.as_str()))
+                    .copied()
+                    .unwrap_or(StoredDtype::F32)
+            };
+            encode(&directory, &write::write(&self.disk, &directory, &file, pieces, dtype)?)
         });
-        let manifest = written.and_then(|manifest| encode(&directory, &manifest));
         let manifests = group.gather("the state to save", manifest)?;
 
-        let path = group.by_first("the index", || -> Result<_, CheckpointError> {
+        let mut complete = None;
+        let name = group.by_first("the index", || -> Result<_, CheckpointError> {
             let commit = commit.take().expect("the first rank has begun");
             let index = index(&directory, group.step, contents, &manifests)?;
-            let path = commit.finish(&index)?;
-            Ok(path.into_os_string().into_encoded_bytes())
+            Ok(complete.insert(commit.complete(&index)?).name().to_owned().into_bytes())
         })?;
-        // Every rank has the same name in its own view of the directory.
-        let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
-        Ok(path.file_name().map_or_else(|| path.clone(), |name| self.directory.join(name)))
+        // In this rank's own view of the directory.
+        let path = self.directory.join(String::from_utf8_lossy(&name).into_owned());
+        let left = group.by_first("the old checkpoints", || -> Result<_, CheckpointError> {
+            let complete = complete.take().expect("the first rank has completed it");
+            Ok(complete.remove_old().map_or_else(|error| error.to_string().into_bytes(), |()| Vec::new()))
+        })?;
+        if !left.is_empty() {
+            let message = String::from_utf8_lossy(&left).into_owned();
+            return Err(CheckpointError::NotRemoved { path, message }.into());
+        }
+        Ok(path)
     }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
 fn encode_values(values: &BTreeMap<String, serde_json::Value>) -> Vec<u8> {
@@ -250,118 +298,4 @@ fn index(
         tensor.parts.sort_by_key(|part| part.start);
     }
     Ok(index)
-}
-
-/// The step and the repeat in a checkpoint's name.
-fn parse_name(name: &str) -> Option<(u64, u64)> {
-    let name = name.strip_prefix("step-")?;
-    let (step, repeat) = name.split_once('-').unwrap_or((name, "0"));
-    let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?;
-    Some((digits(step)?, digits(repeat)?))
-}
-
-/// A save that has begun, on the first rank.
-struct Commit<'a> {
-    store: &'a Checkpoints,
-    /// Held until the save is over.
-    _lock: File,
-    step: u64,
-    unfinished: PathBuf,
-    finished: bool,
-}
-
-impl<'a> Commit<'a> {
-    /// Keeps other programs out, removes what killed ones have left, and makes the directory to write to.
-    fn begin(store: &'a Checkpoints, step: u64) -> Result<Self, CheckpointError> {
-        let (disk, directory) = (&store.disk, &store.directory);
-        disk.create_directory(directory)?;
-        let lock_path = directory.join(LOCK_FILE);
-        let lock = disk.run("open", &lock_path, || {
-            File::options().write(true).create(true).truncate(false).open(&lock_path)
-        })?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                return Err(CheckpointError::Busy { path: directory.clone() });
-            }
-            Err(TryLockError::Error(error)) => return Err(FileError::on("lock", &lock_path)(error).into()),
-        }
-        let read = |error| FileError::on("read", directory)(error);
-        for entry in fs::read_dir(directory).map_err(read)? {
-            let entry = entry.map_err(read)?;
-            if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
-                disk.remove_directory(&entry.path())?;
-            }
-        }
-        let unfinished = directory.join(format!("{UNFINISHED}step-{step:08}"));
-        disk.create_directory(&unfinished)?;
-        Ok(Commit { store, _lock: lock, step, unfinished, finished: false })
-    }
-
-    fn unfinished_name(&self) -> String {
-        self.unfinished.file_name().unwrap_or_default().to_string_lossy().into_owned()
-    }
-
-    /// Writes the index, puts the checkpoint in its place, and removes old ones.
-    fn finish(mut self, index: &Index) -> Result<PathBuf, CheckpointError> {
-        let (disk, directory) = (&self.store.disk, &self.store.directory);
-        let index_path = self.unfinished.join(INDEX_FILE);
-        let malformed = |reason| CheckpointError::Malformed { path: index_path.clone(), reason };
-        let bytes = index.encode().map_err(malformed)?;
-        // What cannot be read again is not saved.
-        Index::decode(&index_path, &bytes)?;
-        let mut file = disk.create(&index_path)?;
-        disk.write(&index_path, &mut file, &bytes)?;
-        disk.sync(&index_path, &file)?;
-        disk.sync_directory(&self.unfinished)?;
-
-        let earlier = self.store.entries()?;
-        let repeats = earlier.iter().filter(|entry| entry.step == self.step).map(|entry| entry.repeat + 1);
-        let path = directory.join(match repeats.max() {
-            None => format!("step-{:08}", self.step),
-            Some(repeat) => format!("step-{:08}-{repeat}", self.step),
-        });
-        disk.rename(&self.unfinished, &path)?;
-        self.finished = true;
-        disk.sync_directory(directory)?;
-
-        let replaced = |entry: &&Entry| entry.step == self.step;
-        let mut old: Vec<&Entry> = earlier.iter().filter(replaced).collect();
-        if let Some(keep) = self.store.keep {
-            let others: Vec<&Entry> = earlier.iter().filter(|entry| !replaced(entry)).collect();
-            let surplus = (others.len() + 1).saturating_sub(keep);
-            old.extend(others.into_iter().take(surplus));
-        }
-        for entry in old {
-            // It goes at once, however long its files take.
-            let name = entry.path.file_name().unwrap_or_default().to_string_lossy();
-            let going = directory.join(format!("{UNFINISHED}removed-{name}"));
-            disk.run("remove", &entry.path, || fs::rename(&entry.path, &going))?;
-            disk.remove_directory(&going)?;
-        }
-        Ok(path)
-    }
-}
-
-impl Drop for Commit<'_> {
-    fn drop(&mut self) {
-        if !self.finished {
-            // The error that led here says more than that of removing what is of no use to anyone.
-            let _ = fs::remove_dir_all(&self.unfinished);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_steps_and_repeats() {
-        assert_eq!(parse_name("step-00000100"), Some((100, 0)));
-        assert_eq!(parse_name("step-00000100-2"), Some((100, 2)));
-        for other in ["step-", "step-1x", "step-+1", "step-1-", ".saving-step-00000001", "steps-1", "1"] {
-            assert_eq!(parse_name(other), None, "{other}");
-        }
-    }
 }

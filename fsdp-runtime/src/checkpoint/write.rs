@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
@@ -18,20 +17,6 @@ pub(super) struct Manifest {
     pub file: Option<StoredFile>,
     /// Section and name of a tensor, and the part of it in the file.
     pub parts: Vec<(String, String, StoredPart)>,
-}
-
-fn safetensors_dtype(dtype: StoredDtype) -> Dtype {
-    match dtype {
-        StoredDtype::F32 => Dtype::F32,
-        StoredDtype::BF16 => Dtype::BF16,
-        StoredDtype::F16 => Dtype::F16,
-        StoredDtype::F64 => Dtype::F64,
-        StoredDtype::U8 => Dtype::U8,
-        StoredDtype::U32 => Dtype::U32,
-        StoredDtype::I16 => Dtype::I16,
-        StoredDtype::I32 => Dtype::I32,
-        StoredDtype::I64 => Dtype::I64,
-    }
 }
 
 /// Writes `pieces` into a new file `name` of `directory`: a safetensors file, each piece a flat tensor of the name
@@ -54,7 +39,7 @@ pub(super) fn write(
     for piece in &pieces {
         let (start, dtype) = (end, dtype(piece));
         end += piece.len * dtype.size();
-        let (dtype, shape) = (safetensors_dtype(dtype), vec![piece.len]);
+        let (dtype, shape) = (dtype.safetensors(), vec![piece.len]);
         let info = TensorInfo { dtype, shape, data_offsets: (start, end) };
         infos.push((format!("{}:{}", piece.section, piece.name), info));
     }

@@ -24,6 +24,8 @@ pub type OnFree = Box<dyn Fn(usize) + Send + Sync>;
 /// One allocation of host memory, 64-byte aligned and zero-filled at birth.
 pub struct Buffer {
     ptr: NonNull<u8>,
+    /// What the allocator gave, in which `ptr` is the first aligned byte; nothing if there are no bytes.
+    allocated: Option<NonNull<u8>>,
     bytes: usize,
     on_free: Option<OnFree>,
 }
@@ -37,16 +39,19 @@ unsafe impl Sync for Buffer {}
 impl Buffer {
     /// Allocates `bytes` zero bytes; `on_free` runs when the last slice is gone.
     pub fn new(bytes: usize, on_free: Option<OnFree>) -> Arc<Buffer> {
-        let ptr = if bytes == 0 {
+        if bytes == 0 {
             // Aligned like the others: empty slices of any dtype are made from it.
-            const { NonNull::without_provenance(std::num::NonZero::new(ALIGN).unwrap()) }
-        } else {
-            let layout = Self::layout(bytes);
-            // SAFETY: `layout` has a non-zero size.
-            let raw = unsafe { alloc_zeroed(layout) };
-            NonNull::new(raw).unwrap_or_else(|| handle_alloc_error(layout))
-        };
-        Arc::new(Buffer { ptr, bytes, on_free })
+            let ptr = const { NonNull::without_provenance(std::num::NonZero::new(ALIGN).unwrap()) };
+            return Arc::new(Buffer { ptr, allocated: None, bytes, on_free });
+        }
+        let layout = Self::layout(bytes);
+        // SAFETY: `layout` has a non-zero size.
+        let allocated = NonNull::new(unsafe { alloc_zeroed(layout) });
+        let Some(base) = allocated else { handle_alloc_error(layout) };
+        let offset = base.addr().get().next_multiple_of(ALIGN) - base.addr().get();
+        // SAFETY: `layout` has `ALIGN` bytes more than are used, and the offset is below `ALIGN`.
+        let ptr = unsafe { base.add(offset) };
+        Arc::new(Buffer { ptr, allocated, bytes, on_free })
     }
 
     /// Size in bytes.
@@ -54,16 +59,19 @@ impl Buffer {
         self.bytes
     }
 
+    /// Of what is allocated. The alignment is our own affair: asked for a larger one than usual, the system's allocator writes
+    /// zeros itself, where untouched pages would be zeros that take no memory until they are used.
     fn layout(bytes: usize) -> Layout {
-        Layout::from_size_align(bytes, ALIGN).expect("buffer size overflows isize")
+        let size = bytes.checked_add(ALIGN).expect("buffer size overflows isize");
+        Layout::from_size_align(size, 1).expect("buffer size overflows isize")
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if self.bytes > 0 {
+        if let Some(allocated) = self.allocated {
             // SAFETY: allocated in `new` with this very layout, and freed once.
-            unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.bytes)) };
+            unsafe { dealloc(allocated.as_ptr(), Self::layout(self.bytes)) };
         }
         if let Some(on_free) = &self.on_free {
             on_free(self.bytes);

@@ -3,6 +3,7 @@
 use super::collect::Collected;
 use super::config::FsdpConfig;
 use super::core::Engine;
+use super::fsdp::Fsdp;
 use super::settings::reshard_modes;
 use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::error::{Error, Result};
@@ -107,5 +108,46 @@ impl Engine {
     /// Makes sure that all ranks have the same `lines`.
     pub(crate) fn agree(&self, what: &str, phase: Phase, lines: &[String]) -> Result<()> {
         compare(&*self.comm, self.tag(what, phase), lines)
+    }
+}
+
+impl<M> Fsdp<M> {
+    /// Ends what each rank did by itself, in one way for all: with this rank's value if every rank has one, else with the
+    /// error of the first rank that has one. `what` names it if a rank does not come.
+    ///
+    /// ```
+    /// # use fsdp_runtime::{Error, FullyShard, Param, Result};
+    /// fsdp_runtime::launch::local(2, |world| -> Result<()> {
+    ///     let model = Param::new(3).fully_shard(&world.data_parallel_mesh())?;
+    ///     let read = if world.rank() == 1 { Err(Error::Usage("the file is gone".into())) } else { Ok(7) };
+    ///     let error = model.agree_on("reading", read).unwrap_err();
+    ///     assert_eq!(error.to_string(), "the file is gone");
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The first failed rank's, which other ranks get as [`Error::OnRank`]; those of the exchange.
+    pub fn agree_on<T, E>(&self, what: &str, outcome: Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + std::fmt::Display,
+    {
+        let engine = self.engine();
+        let own = match &outcome {
+            Ok(_) => String::new(),
+            Err(error) => format!("{FAILED}{error}"),
+        };
+        let all = engine.comm.host_gather(engine.tag(what, Phase::Setup), own.clone().into_bytes());
+        let all = all.map_err(|error| E::from(error.into()))?;
+        let Some(failed) = all.iter().position(|message| !message.is_empty()) else {
+            return outcome;
+        };
+        let message = String::from_utf8_lossy(&all[failed]);
+        if message == own {
+            return outcome;
+        }
+        let message = message.strip_prefix(FAILED).unwrap_or(&message).to_owned();
+        Err(Error::OnRank { failed, message }.into())
     }
 }

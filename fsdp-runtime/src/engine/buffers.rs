@@ -6,9 +6,9 @@ use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor};
 use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
-use crate::checkpoint::StoredDtype;
 use crate::comm::{Communicator, Phase, Tag};
 use crate::error::{Error, Result};
+use crate::files::StoredDtype;
 use crate::spec::Attrs;
 
 /// The buffers of `model` with their names, in declaration order.

@@ -12,6 +12,7 @@ use super::backward_step::UnitStep;
 use super::config::FsdpConfig;
 use super::sink::GradSink;
 use super::tokens::TokenCount;
+use super::turns::Turns;
 use super::unit::Casts;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag};
@@ -132,6 +133,8 @@ pub(crate) struct Parts {
     pub comm: Arc<dyn Communicator>,
     /// The same, for saving and restoring: beside training, in an order of its own.
     pub checkpoint_comm: Arc<dyn Communicator>,
+    /// The order of saves and restores, in the background too.
+    pub checkpoint_turns: Arc<Turns>,
     /// The ranks that share the shards.
     pub shard_comm: Arc<dyn Communicator>,
     /// The ranks that have the same shard.

@@ -3,14 +3,18 @@
 use std::ops::Range;
 
 use super::core::Engine;
+use crate::buffer::GroupBuffers;
+use crate::comm::CommError;
 use crate::device::{Slice, cast};
 use crate::error::Result;
+use crate::layout::Item;
 use crate::pipeline::Change;
 use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
     /// Writes the weights this rank holds: `write(param, spec, elements of the flattened parameter, values)`
-    /// for each part of a parameter; `values` begin as the present ones. Both the main weights and the model weights get them.
+    /// for each part of a parameter; `values` begin as the present ones. Both the main weights and the model weights
+    /// get them.
     pub(crate) fn fill_weights(
         &self,
         write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
@@ -24,41 +28,112 @@ impl Engine {
         unit: Option<usize>,
         mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        let compute = &*self.streams.compute;
-        for group in self.groups.iter().filter(|group| unit.is_none_or(|unit| group.layout.key.unit == unit))
-        {
-            let extent =
-                if self.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
+        let groups = self.groups.iter().filter(|group| unit.is_none_or(|unit| group.layout.key.unit == unit));
+        for group in groups {
             for item in &group.layout.items {
-                let start = item.start.max(extent.start);
-                let end = (item.start + item.len).min(extent.end);
-                if start >= end {
-                    continue;
+                let Some(part) = self.held_part(group, item) else { continue };
+                let place = self.f32_place(group, &part)?;
+                // SAFETY: nothing is under way (`settle`, by all who call this) that uses the weights, and this thread
+                // is their only user; otherwise the buffer is new and ours alone. What wrote it is done.
+                let values = unsafe { place.slice().as_mut_slice::<f32>() };
+                let elements = part.start - item.start..part.end - item.start;
+                write(item.param, &self.layout.params[item.param], elements, values)?;
+                match place {
+                    F32Place::Weights(_) => {}
+                    F32Place::Main(main) => {
+                        cast(&*self.streams.compute, &main, &group.model_weight.part(part))?;
+                    }
+                    F32Place::Copy(values) => self.store(group, &part, &values)?,
                 }
-                let values = Slice::zeros(Dtype::F32, end - start, None);
-                cast(compute, &group.model_weight.part(start..end), &values)?;
-                let main = group.main_weight.as_ref().map(|main| {
-                    let (from, to) = (start.max(group.owned.start), end.min(group.owned.end));
-                    (main, from, to.max(from))
-                });
-                if let Some((main, from, to)) = main.filter(|(_, from, to)| from < to) {
-                    cast(compute, &main.part(from..to), &values.range(from - start..to - start))?;
-                }
-                compute.record().synchronize()?;
-                // SAFETY: the buffer is new and ours alone, and what wrote it is done.
-                let out = unsafe { values.as_mut_slice::<f32>() };
-                write(
-                    item.param,
-                    &self.layout.params[item.param],
-                    start - item.start..end - item.start,
-                    out,
-                )?;
-                if let Some((main, from, to)) = main.filter(|(_, from, to)| from < to) {
-                    cast(compute, &values.range(from - start..to - start), &main.part(from..to))?;
-                }
-                cast(compute, &values, &group.model_weight.part(start..end))?;
             }
         }
         Ok(self.weights_changed(Change::Loaded(unit))?)
     }
+
+    /// Writes what this rank holds of the `elements` of a parameter, whose values in f32 are `values`.
+    /// [`Engine::weights_changed`] is to be called when all are written.
+    pub(crate) fn store_elements(
+        &self,
+        param: usize,
+        elements: Range<usize>,
+        values: &Slice,
+    ) -> Result<(), CommError> {
+        let (group, item) = self.layout.place_of(param);
+        let group = &self.groups[group];
+        let item = &group.layout.items[item];
+        let Some(held) = self.held_part(group, item) else { return Ok(()) };
+        let first = item.start + elements.start;
+        let start = held.start.max(first);
+        let end = held.end.min(item.start + elements.end);
+        if start >= end {
+            return Ok(());
+        }
+        self.store(group, &(start..end), &values.range(start - first..end - first))
+    }
+
+    /// The elements of the bucket that are of this parameter and this rank has weights for.
+    fn held_part(&self, group: &GroupBuffers, item: &Item) -> Option<Range<usize>> {
+        let extent = if self.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
+        let part = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
+        (!part.is_empty()).then_some(part)
+    }
+
+    /// Where these weights are in f32, or a copy of them.
+    fn f32_place(&self, group: &GroupBuffers, part: &Range<usize>) -> Result<F32Place, CommError> {
+        let compute = &*self.streams.compute;
+        let weights = group.model_weight.part(part.clone());
+        let place = match &group.main_weight {
+            None if weights.dtype() == Dtype::F32 => F32Place::Weights(weights),
+            Some(main) if owned_of(group, part) == *part => F32Place::Main(main.part(part.clone())),
+            main => {
+                let values = Slice::zeros(Dtype::F32, part.len(), None);
+                cast(compute, &weights, &values)?;
+                if let Some(main) = main {
+                    let owned = owned_of(group, part);
+                    if !owned.is_empty() {
+                        let target = values.range(owned.start - part.start..owned.end - part.start);
+                        cast(compute, &main.part(owned), &target)?;
+                    }
+                }
+                F32Place::Copy(values)
+            }
+        };
+        compute.record().synchronize()?;
+        Ok(place)
+    }
+
+    fn store(&self, group: &GroupBuffers, part: &Range<usize>, values: &Slice) -> Result<(), CommError> {
+        let compute = &*self.streams.compute;
+        if let Some(main) = &group.main_weight {
+            let owned = owned_of(group, part);
+            if !owned.is_empty() {
+                let source = values.range(owned.start - part.start..owned.end - part.start);
+                cast(compute, &source, &main.part(owned))?;
+            }
+        }
+        cast(compute, values, &group.model_weight.part(part.clone()))
+    }
+}
+
+/// Weights in f32.
+enum F32Place {
+    /// The model weights themselves, which have no main weights.
+    Weights(Slice),
+    /// The main weights.
+    Main(Slice),
+    Copy(Slice),
+}
+
+impl F32Place {
+    fn slice(&self) -> &Slice {
+        match self {
+            F32Place::Weights(slice) | F32Place::Main(slice) | F32Place::Copy(slice) => slice,
+        }
+    }
+}
+
+/// The elements of `part` whose main weights this rank has.
+fn owned_of(group: &GroupBuffers, part: &Range<usize>) -> Range<usize> {
+    let start = part.start.max(group.owned.start);
+    start..part.end.min(group.owned.end).max(start)
 }

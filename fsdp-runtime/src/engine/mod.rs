@@ -29,6 +29,7 @@ mod settings;
 mod sharding;
 mod sink;
 mod tokens;
+mod turns;
 mod unit;
 
 pub(crate) use self::core::Engine;
@@ -50,4 +51,5 @@ pub use report::{MemoryReport, TrafficReport, UnitReport};
 pub use scope::Scope;
 pub use sharding::FullyShard;
 pub use sink::GradSink;
+pub(crate) use turns::{Turn, Turns};
 pub use unit::{Unit, UnitCell};

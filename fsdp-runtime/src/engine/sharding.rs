@@ -124,6 +124,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
         checkpoint_comm: mesh.communicator().duplicate(&format!("{name} checkpoint")),
+        checkpoint_turns: Arc::default(),
         comm,
         shard_comm,
         outer_comm,

@@ -98,6 +98,21 @@ impl<T> Unit<T> {
         self.cell.reshard = Some(mode);
         self
     }
+
+    /// The module, to be changed before the model is sharded; `None` afterwards, as a layout was made for what
+    /// it was.
+    ///
+    /// ```
+    /// # use fsdp_runtime::{FullyShard, Param, Unit, comm::DeviceMesh};
+    /// let mut layer = Unit::new(vec![Param::new(4)]);
+    /// layer.module_mut().expect("not sharded").push(Param::new(2));
+    /// let model = layer.fully_shard(&DeviceMesh::single())?;
+    /// assert_eq!(model.layout().params.len(), 2);
+    /// # Ok::<(), fsdp_runtime::Error>(())
+    /// ```
+    pub fn module_mut(&mut self) -> Option<&mut T> {
+        if self.cell.bound.get().is_some() { None } else { Arc::get_mut(&mut self.module) }
+    }
 }
 
 impl<T> Deref for Unit<T> {

@@ -2,14 +2,20 @@
 //! no rank ever holds a whole model.
 
 mod atomic;
+mod dtype;
+mod mismatch;
+mod positioned;
 mod reader;
 mod writer;
 
 use std::path::{Path, PathBuf};
 
 pub use atomic::AtomicFile;
+pub use dtype::StoredDtype;
+pub use mismatch::{DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
+pub use positioned::PositionedFile;
 pub use reader::TensorFile;
-pub use writer::{StoredDtype, TensorFileWriter, save_bf16, save_f32};
+pub use writer::{TensorFileWriter, save_bf16, save_f32};
 
 /// A failed operation on one file or directory.
 #[derive(Debug, thiserror::Error)]
@@ -109,86 +115,4 @@ pub enum TensorFileError {
         /// Elements of the tensor.
         elements: usize,
     },
-}
-
-/// How the tensors of a file differ from those of a model.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mismatch {
-    /// In the model, not in the file, in the model's order.
-    pub missing: Vec<String>,
-    /// In the file, not in the model, sorted.
-    pub unexpected: Vec<String>,
-    /// In both, with different shapes, in the model's order.
-    pub shapes: Vec<ShapeMismatch>,
-    /// In both, in an element type that the model's cannot hold without loss, in the model's order.
-    pub dtypes: Vec<DtypeMismatch>,
-}
-
-/// A tensor whose element type in the file is not what the model can take.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DtypeMismatch {
-    /// The tensor.
-    pub name: String,
-    /// Element type in the model.
-    pub expected: String,
-    /// Element type in the file.
-    pub found: String,
-}
-
-/// A tensor whose shape in the file is not the model's.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ShapeMismatch {
-    /// The tensor.
-    pub name: String,
-    /// Shape in the model.
-    pub expected: Vec<usize>,
-    /// Shape in the file.
-    pub found: Vec<usize>,
-}
-
-impl Mismatch {
-    /// Nothing differs.
-    pub fn is_empty(&self) -> bool {
-        self.missing.is_empty()
-            && self.unexpected.is_empty()
-            && self.shapes.is_empty()
-            && self.dtypes.is_empty()
-    }
-}
-
-/// Names of one kind that a message lists: the rest is counted.
-const LISTED: usize = 8;
-
-impl std::fmt::Display for Mismatch {
-    /// One line a kind, each beginning with a line break.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let shapes: Vec<String> = self
-            .shapes
-            .iter()
-            .map(|ShapeMismatch { name, expected, found }| {
-                format!("{name} (model {expected:?}, file {found:?})")
-            })
-            .collect();
-        let dtypes: Vec<String> = self
-            .dtypes
-            .iter()
-            .map(|DtypeMismatch { name, expected, found }| format!("{name} (model {expected}, file {found})"))
-            .collect();
-        for (kind, list) in [
-            ("missing", &self.missing),
-            ("unexpected", &self.unexpected),
-            ("of another shape", &shapes),
-            ("of another dtype", &dtypes),
-        ] {
-            if list.is_empty() {
-                continue;
-            }
-            let listed = list[..list.len().min(LISTED)].join(", ");
-            write!(f, "\n  {} {kind}: {listed}", list.len())?;
-            if list.len() > LISTED {
-                write!(f, " and {} more", list.len() - LISTED)?;
-            }
-        }
-        Ok(())
-    }
 }

@@ -1,12 +1,7 @@
 //! Reading ranges of named tensors.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs::File,
-    io::{Read, Seek, SeekFrom},
-    path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
-};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use half::{bf16, f16};
 use safetensors::{
@@ -14,8 +9,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::FileError;
-use super::{Mismatch, ShapeMismatch, TensorFileError};
+use super::{FoundTensor, Mismatch, PositionedFile, StoredDtype, TensorFileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -26,8 +20,7 @@ const MAX_HEADER: u64 = 100_000_000;
 /// An open safetensors file of which only the header is in memory. Threads may share it.
 #[derive(Debug)]
 pub struct TensorFile {
-    path: PathBuf,
-    file: Mutex<File>,
+    file: PositionedFile,
     data_start: u64,
     tensors: BTreeMap<String, TensorInfo>,
 }
@@ -39,13 +32,13 @@ impl TensorFile {
     /// It cannot be read, or is not a safetensors file.
     pub fn open(path: &Path) -> Result<Self, TensorFileError> {
         let malformed = |reason: String| TensorFileError::Malformed { path: path.to_path_buf(), reason };
-        let mut file = File::open(path).map_err(FileError::on("open", path))?;
-        let length = file.metadata().map_err(FileError::on("read", path))?.len();
+        let file = PositionedFile::open(path)?;
+        let length = file.len();
         if length < 8 {
             return Err(malformed(format!("{length} bytes are too short for a header")));
         }
         let mut size = [0; 8];
-        file.read_exact(&mut size).map_err(FileError::on("read", path))?;
+        file.read_at(0, &mut size)?;
         let header_size = u64::from_le_bytes(size);
         if header_size > MAX_HEADER || header_size > length - 8 {
             return Err(malformed(format!(
@@ -53,20 +46,20 @@ impl TensorFile {
             )));
         }
         let mut header = vec![0; header_size as usize];
-        file.read_exact(&mut header).map_err(FileError::on("read", path))?;
+        file.read_at(8, &mut header)?;
         let metadata: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
         let data_start = 8 + header_size;
-        let expected = data_start + metadata.data_len() as u64;
+        let expected = data_start.saturating_add(metadata.data_len() as u64);
         if length != expected {
             return Err(malformed(format!("its header describes {expected} bytes, it has {length}")));
         }
         let tensors = metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
-        Ok(Self { path: path.to_path_buf(), file: Mutex::new(file), data_start, tensors })
+        Ok(Self { file, data_start, tensors })
     }
 
     /// The path it was opened by.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
     }
 
     /// Names of all tensors, sorted.
@@ -84,45 +77,34 @@ impl TensorFile {
         self.tensors.get(name)
     }
 
+    /// All tensors, sorted by name, to be held against a model's.
+    pub fn found(&self) -> impl Iterator<Item = FoundTensor<'_>> {
+        self.tensors.iter().map(|(name, info)| FoundTensor {
+            name,
+            shape: &info.shape,
+            unreadable: Float::of(info.dtype).is_none().then(|| info.dtype.to_string()),
+        })
+    }
+
     /// How the file differs from a model's list of names and shapes.
     pub fn compare<'a>(&self, expected: impl IntoIterator<Item = (&'a str, &'a [usize])>) -> Mismatch {
-        let mut mismatch = Mismatch::default();
-        let mut known = BTreeSet::new();
-        for (name, expected) in expected {
-            known.insert(name);
-            match self.shape(name) {
-                None => mismatch.missing.push(name.to_owned()),
-                Some(found) if found != expected => mismatch.shapes.push(ShapeMismatch {
-                    name: name.to_owned(),
-                    expected: expected.to_vec(),
-                    found: found.to_vec(),
-                }),
-                Some(_) => {}
-            }
-        }
-        mismatch.unexpected = self.names().filter(|name| !known.contains(name)).map(str::to_owned).collect();
-        mismatch
+        Mismatch::between(expected, self.found())
     }
 
     /// Fails unless the file holds exactly these tensors, in element types that
     /// [`read_range_f32`](Self::read_range_f32) reads.
     ///
     /// # Errors
-    /// [`TensorFileError::Mismatch`] with everything that is missing, unexpected or of another shape;
-    /// [`TensorFileError::Dtype`].
+    /// [`TensorFileError::Mismatch`] with everything that is missing, unexpected, of another shape or dtype.
     pub fn check<'a>(
         &self,
         expected: impl IntoIterator<Item = (&'a str, &'a [usize])>,
     ) -> Result<(), TensorFileError> {
         let mismatch = self.compare(expected);
-        if !mismatch.is_empty() {
-            let mismatch = Box::new(mismatch);
-            return Err(TensorFileError::Mismatch { path: self.path.clone(), mismatch });
+        if mismatch.is_empty() {
+            return Ok(());
         }
-        match self.tensors.iter().find(|(_, info)| Float::of(info.dtype).is_none()) {
-            Some((name, info)) => Err(self.not_a_float(name, info.dtype)),
-            None => Ok(()),
-        }
+        Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch: Box::new(mismatch) })
     }
 
     /// Reads elements `start..start + out.len()` of the flattened tensor, converted to `f32`.
@@ -144,6 +126,25 @@ impl TensorFile {
         Ok(())
     }
 
+    /// Element type of a tensor; `None` if there is none of the name, or it is one that
+    /// [`read_range_bytes`](Self::read_range_bytes) does not read.
+    pub fn dtype(&self, name: &str) -> Option<StoredDtype> {
+        StoredDtype::of(self.info(name)?.dtype)
+    }
+
+    /// Reads `len` elements of a flattened tensor from `start` on as they are, little-endian.
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, an element type that is no [`StoredDtype`], or a failed read.
+    pub fn read_range_bytes(&self, name: &str, start: usize, len: usize) -> Result<Vec<u8>, TensorFileError> {
+        let info = self.range(name, start, len)?;
+        let size = StoredDtype::of(info.dtype).map(StoredDtype::size);
+        let size = size.ok_or_else(|| self.wrong_dtype(name, info.dtype, "floats or integers"))?;
+        let mut bytes = vec![0; len * size];
+        self.read_at(info.data_offsets.0 + start * size, &mut bytes)?;
+        Ok(bytes)
+    }
+
     /// Reads elements `start..start + out.len()` of a flattened I32 tensor.
     ///
     /// # Errors
@@ -160,24 +161,19 @@ impl TensorFile {
 
     fn range(&self, name: &str, start: usize, len: usize) -> Result<&TensorInfo, TensorFileError> {
         let Some(info) = self.info(name) else {
-            return Err(TensorFileError::NoTensor { path: self.path.clone(), name: name.to_owned() });
+            return Err(TensorFileError::NoTensor { path: self.path().to_path_buf(), name: name.to_owned() });
         };
         // The header was checked when the file was opened: the product does not overflow.
         let elements = info.shape.iter().product();
         if start.checked_add(len).is_none_or(|end| end > elements) {
-            let (path, name) = (self.path.clone(), name.to_owned());
+            let (path, name) = (self.path().to_path_buf(), name.to_owned());
             return Err(TensorFileError::OutOfRange { path, name, start, len, elements });
         }
         Ok(info)
     }
 
     fn read_at(&self, position: usize, bytes: &mut [u8]) -> Result<(), TensorFileError> {
-        // The position is set before each read: what a panicking thread left behind does not matter.
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        file.seek(SeekFrom::Start(self.data_start + position as u64))
-            .and_then(|_| file.read_exact(bytes))
-            .map_err(FileError::on("read", &self.path))?;
-        Ok(())
+        Ok(self.file.read_at(self.data_start + position as u64, bytes)?)
     }
 
     fn not_a_float(&self, name: &str, found: Dtype) -> TensorFileError {
@@ -185,7 +181,7 @@ impl TensorFile {
     }
 
     fn wrong_dtype(&self, name: &str, found: Dtype, expected: &'static str) -> TensorFileError {
-        let (path, name) = (self.path.clone(), name.to_owned());
+        let (path, name) = (self.path().to_path_buf(), name.to_owned());
         TensorFileError::Dtype { path, name, found: found.to_string(), expected }
     }
 }
@@ -342,7 +338,10 @@ mod tests {
             format!("tensor `i` in `{at}` is I64: expected F32, BF16, F16 or F64")
         );
         let names: [(&str, &[usize]); 2] = [("a", &[2]), ("i", &[1])];
-        assert!(matches!(file.check(names), Err(TensorFileError::Dtype { .. })));
+        let Err(TensorFileError::Mismatch { mismatch, .. }) = file.check(names) else {
+            panic!("integers are not read as floats")
+        };
+        assert_eq!(mismatch.dtypes.iter().map(|wrong| wrong.name.as_str()).collect::<Vec<_>>(), ["i"]);
     }
 
     #[test]

@@ -6,42 +6,13 @@ use std::{
     path::Path,
 };
 
-use half::bf16;
-use safetensors::{
-    Dtype,
-    tensor::{Metadata, TensorInfo},
-};
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::TensorFileError;
-use super::{AtomicFile, FileError};
+use super::{AtomicFile, FileError, StoredDtype, TensorFileError};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
-
-/// Element type of the tensors in a written file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StoredDtype {
-    /// IEEE binary32.
-    F32,
-    /// bfloat16, rounded to nearest even.
-    BF16,
-}
-
-impl StoredDtype {
-    fn size(self) -> usize {
-        match self {
-            StoredDtype::F32 => 4,
-            StoredDtype::BF16 => 2,
-        }
-    }
-
-    fn name(self) -> Dtype {
-        match self {
-            StoredDtype::F32 => Dtype::F32,
-            StoredDtype::BF16 => Dtype::BF16,
-        }
-    }
-}
 
 /// A safetensors file being written: all tensors are declared first, then filled in any order.
 ///
@@ -49,7 +20,6 @@ impl StoredDtype {
 #[derive(Debug)]
 pub struct TensorFileWriter {
     file: AtomicFile,
-    dtype: StoredDtype,
     tensors: BTreeMap<String, Slot>,
     /// Bytes on their way to the file.
     encoded: Vec<u8>,
@@ -57,13 +27,14 @@ pub struct TensorFileWriter {
 
 #[derive(Debug)]
 struct Slot {
+    dtype: StoredDtype,
     offset: u64,
     elements: usize,
     written: usize,
 }
 
 impl TensorFileWriter {
-    /// Opens the file and writes the header for tensors in the order given.
+    /// Opens the file and writes the header for tensors of one dtype, in the order given.
     ///
     /// # Errors
     /// The place is not writable, or a name comes twice.
@@ -72,19 +43,34 @@ impl TensorFileWriter {
         tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>,
         dtype: StoredDtype,
     ) -> Result<Self, TensorFileError> {
+        Self::create_mixed(path, tensors.into_iter().map(|(name, shape)| (name, shape, dtype)))
+    }
+
+    /// The same for tensors each of a dtype of its own. In the file the larger elements come first, so that all are
+    /// aligned, as PyTorch's reader wants them.
+    ///
+    /// # Errors
+    /// As for [`create`](Self::create).
+    pub fn create_mixed<'a>(
+        path: &Path,
+        tensors: impl IntoIterator<Item = (&'a str, &'a [usize], StoredDtype)>,
+    ) -> Result<Self, TensorFileError> {
+        let mut tensors: Vec<_> = tensors.into_iter().collect();
+        tensors.sort_by_key(|(_, _, dtype)| std::cmp::Reverse(dtype.size()));
         let mut file = AtomicFile::create(path)?;
         let mut infos = Vec::new();
         let mut slots = BTreeMap::new();
         let mut end = 0;
-        for (name, shape) in tensors {
+        for (name, shape, dtype) in tensors {
             let elements: usize = shape.iter().product();
             let start = end;
             end += elements * dtype.size();
             infos.push((
                 name.to_owned(),
-                TensorInfo { dtype: dtype.name(), shape: shape.to_vec(), data_offsets: (start, end) },
+                TensorInfo { dtype: dtype.safetensors(), shape: shape.to_vec(), data_offsets: (start, end) },
             ));
-            if slots.insert(name.to_owned(), Slot { offset: start as u64, elements, written: 0 }).is_some() {
+            let slot = Slot { dtype, offset: start as u64, elements, written: 0 };
+            if slots.insert(name.to_owned(), slot).is_some() {
                 return Err(TensorFileError::Duplicate { path: path.to_path_buf(), name: name.to_owned() });
             }
         }
@@ -93,44 +79,75 @@ impl TensorFileWriter {
         file.write_all(&header).map_err(FileError::on("write", path))?;
         let data_start = header.len() as u64;
         slots.values_mut().for_each(|slot| slot.offset += data_start);
-        Ok(Self { file, dtype, tensors: slots, encoded: Vec::new() })
+        Ok(Self { file, tensors: slots, encoded: Vec::new() })
     }
 
-    /// Writes elements `start..start + values.len()` of a flattened tensor. Each element is to be written
-    /// once.
+    /// Writes elements `start..start + values.len()` of a flattened tensor of floats, rounded to nearest even. Each
+    /// element is to be written once.
     ///
     /// # Errors
-    /// No such tensor, a range past its end, or a failed write.
+    /// No such tensor, one of integers, a range past its end, or a failed write.
     pub fn write_range_f32(
         &mut self,
         name: &str,
         start: usize,
         values: &[f32],
     ) -> Result<(), TensorFileError> {
-        let path = self.file.target();
-        let Some(slot) = self.tensors.get_mut(name) else {
-            return Err(TensorFileError::NoTensor { path: path.to_path_buf(), name: name.to_owned() });
-        };
-        if start.checked_add(values.len()).is_none_or(|end| end > slot.elements) {
-            let (path, name) = (path.to_path_buf(), name.to_owned());
-            let (len, elements) = (values.len(), slot.elements);
-            return Err(TensorFileError::OutOfRange { path, name, start, len, elements });
+        let dtype = self.seek(name, start, |_| values.len())?;
+        if !dtype.is_float() {
+            let (path, name) = (self.file.target().to_path_buf(), name.to_owned());
+            let (found, expected) = (dtype.to_string(), "F32, BF16, F16 or F64");
+            return Err(TensorFileError::Dtype { path, name, found, expected });
         }
-        slot.written += values.len();
-        let path = path.to_path_buf();
-        let position = slot.offset + (start * self.dtype.size()) as u64;
-        self.file.seek(SeekFrom::Start(position)).map_err(FileError::on("write", &path))?;
         for chunk in values.chunks(CHUNK) {
             self.encoded.clear();
-            match self.dtype {
-                StoredDtype::F32 => self.encoded.extend(chunk.iter().flat_map(|v| v.to_le_bytes())),
-                StoredDtype::BF16 => {
-                    self.encoded.extend(chunk.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()));
-                }
+            let (encoded, values) = (&mut self.encoded, chunk.iter());
+            match dtype {
+                StoredDtype::BF16 => encoded.extend(values.flat_map(|&v| bf16::from_f32(v).to_le_bytes())),
+                StoredDtype::F16 => encoded.extend(values.flat_map(|&v| f16::from_f32(v).to_le_bytes())),
+                StoredDtype::F64 => encoded.extend(values.flat_map(|&v| f64::from(v).to_le_bytes())),
+                _ => encoded.extend(values.flat_map(|v| v.to_le_bytes())),
             }
-            self.file.write_all(&self.encoded).map_err(FileError::on("write", &path))?;
+            self.file.write_all(&self.encoded).map_err(FileError::on("write", self.file.target()))?;
         }
         Ok(())
+    }
+
+    /// Writes elements of a flattened tensor from `start` on as they are, little-endian and in its dtype. Each element is to
+    /// be written once.
+    ///
+    /// # Errors
+    /// No such tensor, a range past its end, or a failed write.
+    pub fn write_range_bytes(
+        &mut self,
+        name: &str,
+        start: usize,
+        bytes: &[u8],
+    ) -> Result<(), TensorFileError> {
+        self.seek(name, start, |dtype| bytes.len().div_ceil(dtype.size()))?;
+        Ok(self.file.write_all(bytes).map_err(FileError::on("write", self.file.target()))?)
+    }
+
+    /// Goes to element `start` of a tensor, from where as many as `len` says are to be written.
+    fn seek(
+        &mut self,
+        name: &str,
+        start: usize,
+        len: impl FnOnce(StoredDtype) -> usize,
+    ) -> Result<StoredDtype, TensorFileError> {
+        let path = self.file.target().to_path_buf();
+        let Some(slot) = self.tensors.get_mut(name) else {
+            return Err(TensorFileError::NoTensor { path, name: name.to_owned() });
+        };
+        let len = len(slot.dtype);
+        if start.checked_add(len).is_none_or(|end| end > slot.elements) {
+            let (name, elements) = (name.to_owned(), slot.elements);
+            return Err(TensorFileError::OutOfRange { path, name, start, len, elements });
+        }
+        slot.written += len;
+        let position = slot.offset + (start * slot.dtype.size()) as u64;
+        self.file.seek(SeekFrom::Start(position)).map_err(FileError::on("write", &path))?;
+        Ok(slot.dtype)
     }
 
     /// Puts the file in its place.
@@ -138,13 +155,22 @@ impl TensorFileWriter {
     /// # Errors
     /// A tensor is not completely written, or writing to the disk failed; no file appears then.
     pub fn finish(self) -> Result<(), TensorFileError> {
+        self.check_complete()?;
+        Ok(self.file.commit()?)
+    }
+
+    /// Whether all of it is written.
+    ///
+    /// # Errors
+    /// [`TensorFileError::Incomplete`] with the first tensor that is not.
+    pub fn check_complete(&self) -> Result<(), TensorFileError> {
         for (name, &Slot { elements, written, .. }) in &self.tensors {
             if written != elements {
                 let (path, name) = (self.file.target().to_path_buf(), name.clone());
                 return Err(TensorFileError::Incomplete { path, name, written, elements });
             }
         }
-        Ok(self.file.commit()?)
+        Ok(())
     }
 }
 
@@ -191,7 +217,7 @@ fn save(
 mod tests {
     use std::fs;
 
-    use safetensors::SafeTensors;
+    use safetensors::{Dtype, SafeTensors};
 
     use super::{super::TensorFile, *};
 

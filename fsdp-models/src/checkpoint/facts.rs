@@ -1,0 +1,86 @@
+//! Values of a checkpoint and names in it, as a person reads them.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+/// The values of a checkpoint, each member of an object by itself: `optimizer.steps` = 100.
+pub(super) fn flatten(values: &BTreeMap<String, Value>) -> BTreeMap<String, Value> {
+    fn insert(flat: &mut BTreeMap<String, Value>, name: String, value: &Value) {
+        match value {
+            Value::Object(members) if !members.is_empty() => {
+                members.iter().for_each(|(member, value)| insert(flat, format!("{name}.{member}"), value));
+            }
+            _ => {
+                flat.insert(name, value.clone());
+            }
+        }
+    }
+    let mut flat = BTreeMap::new();
+    values.iter().for_each(|(name, value)| insert(&mut flat, name.clone(), value));
+    flat
+}
+
+/// Longest text of a value that is shown whole, in characters.
+const SHOWN: usize = 72;
+
+/// A value in a line.
+pub(super) fn shown(value: &Value) -> String {
+    let text = value.as_str().map_or_else(|| value.to_string(), printable);
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}.. ({} characters)", &text[..end], text.chars().count()),
+        None => text,
+    }
+}
+
+/// A name from a file, without what would move a terminal's cursor.
+pub(super) fn printable(text: &str) -> String {
+    let escape = |c: char| {
+        let escaped = c.is_control().then(|| c.escape_default().to_string());
+        escaped.unwrap_or_else(|| c.to_string())
+    };
+    text.chars().map(escape).collect()
+}
+
+/// `1 rank`, `2 ranks`.
+pub(super) fn ranks_text(ranks: usize) -> String {
+    format!("{ranks} rank{}", if ranks == 1 { "" } else { "s" })
+}
+
+/// `[2, 3]`.
+pub(super) fn dims(shape: &[usize]) -> String {
+    format!("{shape:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn members_are_values_of_their_own() {
+        let values = BTreeMap::from([
+            ("cursor".to_owned(), json!(7)),
+            ("optimizer".to_owned(), json!({"rule": "adamw", "param_steps": {"a.b": 1}, "none": {}})),
+        ]);
+        let flat = flatten(&values);
+        let expected = [
+            ("cursor", json!(7)),
+            ("optimizer.none", json!({})),
+            ("optimizer.param_steps.a.b", json!(1)),
+            ("optimizer.rule", json!("adamw")),
+        ];
+        assert_eq!(
+            flat.iter().map(|(name, value)| (name.as_str(), value.clone())).collect::<Vec<_>>(),
+            expected
+        );
+    }
+
+    #[test]
+    fn long_values_are_cut_and_control_characters_are_escaped() {
+        assert_eq!(shown(&json!([1, 2])), "[1,2]");
+        assert_eq!(shown(&json!("a\u{1b}[2Jé")), "a\\u{1b}[2Jé");
+        assert_eq!(shown(&json!("é".repeat(80))), format!("{}.. (80 characters)", "é".repeat(72)));
+    }
+}

@@ -1,0 +1,33 @@
+//! Checkpoints as files: what is in them, how two differ, and one as a directory of Hugging Face's.
+//!
+//! Nothing here trains: no rank has to do any of it together with others, and tensors are read piecewise.
+
+mod diff;
+mod elements;
+mod export;
+mod facts;
+mod progress;
+mod sides;
+mod summary;
+
+use std::path::{Path, PathBuf};
+
+use fsdp::checkpoint::{Checkpoints, INDEX_FILE};
+
+pub use diff::{Differences, PairDifference, diff};
+pub use elements::{Largest, ValueDifference};
+pub use export::{ExportOptions, Exported, export};
+pub use progress::WorkProgress;
+pub use sides::Side;
+pub use summary::{Listing, list, summary, summary_json};
+
+/// The checkpoint at `path`: `path` itself, or the latest one in it if it is a directory of checkpoints.
+///
+/// # Errors
+/// If the directory cannot be read. A path at which there is neither is returned as it is: to open it tells so.
+pub fn find(path: &Path) -> crate::Result<PathBuf> {
+    if path.join(INDEX_FILE).exists() || !path.is_dir() {
+        return Ok(path.to_path_buf());
+    }
+    Ok(Checkpoints::new(path).latest()?.unwrap_or_else(|| path.to_path_buf()))
+}

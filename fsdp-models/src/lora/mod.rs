@@ -1,0 +1,361 @@
+//! Low-rank adapters (LoRA; Hu et al., 2021): the pretrained weights are frozen, and beside a projection `W` a product
+//! `B A` of two thin matrices is trained: `y = W x + (alpha / rank) B A drop(x)`.
+//!
+//! Names, initial values and files are those of Hugging Face's PEFT: `lora_A.weight` `[rank, in]` is Kaiming-uniform
+//! (uniform within `1 / sqrt(in)`), `lora_B.weight` `[out, rank]` is zero, so that training starts from the very model
+//! that was pretrained. What is frozen has no gradient, no main weight and no optimizer state.
+//!
+//! ```
+//! use fsdp::prelude::*;
+//! use fsdp_models::{Llama, LlamaConfig, lora::LoraConfig};
+//!
+//! let config: LlamaConfig = serde_json::from_str(
+//!     r#"{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}"#,
+//! )?;
+//! let mut model = Llama::new(&config)?;
+//! model.add_adapters(&LoraConfig { rank: 4, ..LoraConfig::default() })?;
+//! let model = model.fully_shard(&fsdp::comm::DeviceMesh::single())?;
+//! let trained = model.layout().params.iter().filter(|spec| spec.key.requires_grad);
+//! assert_eq!(trained.count(), 2 * 2 * 2); // A and B of q_proj and v_proj in two blocks
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod merge;
+mod peft;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use fsdp::files::{FileError, TensorFileError};
+use fsdp::{FullyShard, Init, Param};
+
+pub use merge::visit_merged_weights;
+pub use peft::{load_adapters, save_adapters};
+
+use crate::layers::Linear;
+use crate::llama::Llama;
+
+/// The projections of a block, which [`Targets::AllLinear`] adapts.
+pub const PROJECTIONS: [&str; 7] =
+    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
+/// The output projection, which is adapted only if it is named.
+pub const HEAD: &str = "lm_head";
+
+/// Where adapters go, and how large they are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rows of `A` and columns of `B`.
+    pub rank: usize,
+    /// The adapter's part is scaled by `alpha / rank`.
+    pub alpha: f64,
+    /// Which projections get one.
+    pub targets: Targets,
+    /// Probability with which an element of an adapter's input is dropped in training.
+    pub dropout: f64,
+}
+
+impl Default for LoraConfig {
+    /// Rank 8, alpha 16, on `q_proj` and `v_proj`, no dropout.
+    fn default() -> Self {
+        LoraConfig { rank: 8, alpha: 16.0, targets: Targets::default(), dropout: 0.0 }
+    }
+}
+
+impl LoraConfig {
+    /// `alpha / rank`.
+    pub fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    fn validate(&self) -> Result<(), LoraError> {
+        if self.rank == 0 {
+            return Err(LoraError::NoRank);
+        }
+        if !(self.alpha.is_finite() && self.alpha > 0.0) {
+            return Err(LoraError::Alpha { alpha: self.alpha });
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(LoraError::Dropout { dropout: self.dropout });
+        }
+        Ok(())
+    }
+}
+
+/// Projections by the last part of their names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Targets {
+    /// Every projection of every block: [`PROJECTIONS`].
+    AllLinear,
+    /// Those of these names, in every block: of [`PROJECTIONS`], and [`HEAD`] where it is not the embedding.
+    Named(Vec<String>),
+}
+
+impl Default for Targets {
+    /// `q_proj` and `v_proj`.
+    fn default() -> Self {
+        Targets::Named(["q_proj", "v_proj"].map(str::to_owned).to_vec())
+    }
+}
+
+impl Targets {
+    /// Their names.
+    pub fn names(&self) -> Vec<&str> {
+        match self {
+            Targets::AllLinear => PROJECTIONS.to_vec(),
+            Targets::Named(names) => names.iter().map(String::as_str).collect(),
+        }
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Targets::AllLinear => f.write_str("all-linear"),
+            Targets::Named(names) => f.write_str(&names.join(",")),
+        }
+    }
+}
+
+impl FromStr for Targets {
+    type Err = LoraError;
+
+    /// `all-linear`, or names with commas between them.
+    fn from_str(text: &str) -> Result<Self, LoraError> {
+        if text == "all-linear" {
+            return Ok(Targets::AllLinear);
+        }
+        let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
+        check_names(&names, true)?;
+        Ok(Targets::Named(names))
+    }
+}
+
+fn check_names(names: &[String], head: bool) -> Result<(), LoraError> {
+    if names.is_empty() {
+        return Err(LoraError::NoTargets);
+    }
+    let known = |name: &str| PROJECTIONS.contains(&name) || (head && name == HEAD);
+    let unknown: Vec<String> = names.iter().filter(|name| !known(name)).cloned().collect();
+    if unknown.is_empty() { Ok(()) } else { Err(LoraError::UnknownTargets { unknown, head }) }
+}
+
+impl Llama {
+    /// Freezes the model and puts adapters beside the projections that `config` names. To be called on every rank
+    /// before the model is sharded, with the same configuration.
+    ///
+    /// # Errors
+    /// A rank of 0, an alpha or a dropout out of range, a name that is no projection of this model, or a model that
+    /// has adapters already or is sharded.
+    pub fn add_adapters(&mut self, config: &LoraConfig) -> Result<(), LoraError> {
+        config.validate()?;
+        if self.lora().is_some() {
+            return Err(LoraError::Adapted);
+        }
+        if let Targets::Named(names) = &config.targets {
+            check_names(names, self.layers_mut().1.is_some())?;
+        }
+        self.set_requires_grad(false)?;
+        let names = config.targets.names();
+        let (blocks, head) = self.layers_mut();
+        for block in blocks {
+            let block = block.module_mut().ok_or(LoraError::Sharded)?;
+            for (name, projection) in block.projections_mut() {
+                if names.contains(&name) {
+                    projection.adapt(config);
+                }
+            }
+        }
+        if let Some(head) = head.filter(|_| names.contains(&HEAD)) {
+            head.adapt(config);
+        }
+        self.set_lora(config.clone());
+        Ok(())
+    }
+}
+
+impl Linear {
+    fn adapt(&mut self, config: &LoraConfig) {
+        let Linear::Plain { weight } = self else { return };
+        let &[outputs, inputs] = weight.dims() else { return };
+        let bound = (1.0 / (inputs as f64).sqrt()) as f32;
+        let kaiming = Init::Uniform { low: -bound, high: bound };
+        *self = Linear::Adapted {
+            weight: weight.clone(),
+            a: Param::new((config.rank, inputs)).with_init(kaiming),
+            b: Param::new((outputs, config.rank)).with_init(Init::Zeros),
+            scale: config.scale(),
+            dropout: config.dropout,
+        };
+    }
+}
+
+/// Why there are no adapters, or none can be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum LoraError {
+    /// A rank of 0.
+    #[error("the rank of the adapters is 0: it must be at least 1")]
+    NoRank,
+    /// A scale that means nothing.
+    #[error("alpha is {alpha}: it must be finite and positive")]
+    Alpha {
+        /// The value.
+        alpha: f64,
+    },
+    /// A probability out of range.
+    #[error("the dropout of the adapters is {dropout}: it must be at least 0 and below 1")]
+    Dropout {
+        /// The value.
+        dropout: f64,
+    },
+    /// Nothing to adapt.
+    #[error("no projection is named: expected {}, or all-linear", PROJECTIONS.join(", "))]
+    NoTargets,
+    /// Names that are no projections.
+    #[error(
+        "{} no projection of the model: expected some of {}{}, or all-linear",
+        are(.unknown), PROJECTIONS.join(", "), if *.head { ", lm_head" } else { "" }
+    )]
+    UnknownTargets {
+        /// The names.
+        unknown: Vec<String>,
+        /// The model has a head that is not the embedding.
+        head: bool,
+    },
+    /// Adapters are added once.
+    #[error("the model has adapters already")]
+    Adapted,
+    /// Too late.
+    #[error("the model is sharded already: adapters must be added before `fully_shard`")]
+    Sharded,
+    /// Nothing to save.
+    #[error("the model has no adapters")]
+    NotAdapted,
+    /// A directory that is no adapter of PEFT, or one of a kind that is not implemented.
+    #[error("`{}`: {reason}", .path.display())]
+    Peft {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file that cannot be read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The adapters' tensors.
+    #[error(transparent)]
+    Tensors(#[from] TensorFileError),
+    /// The sharded model.
+    #[error(transparent)]
+    Fsdp(#[from] fsdp::Error),
+}
+
+fn are(names: &[String]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+    format!("{} {}", quoted.join(", "), if names.len() == 1 { "is" } else { "are" })
+}
+
+/// The projection that an adapter's parameter belongs to, and which of the two it is: its name without the suffix.
+pub(crate) fn adapter_of(name: &str) -> Option<(&str, Half)> {
+    let half = |suffix, half| Some((name.strip_suffix(suffix)?, half));
+    half(".lora_A.weight", Half::A).or_else(|| half(".lora_B.weight", Half::B))
+}
+
+/// One of an adapter's matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Half {
+    A = 0,
+    B = 1,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model(tied: bool) -> Llama {
+        let config = format!(
+            r#"{{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "vocab_size": 16, "tie_word_embeddings": {tied}}}"#
+        );
+        Llama::new(&serde_json::from_str(&config).unwrap()).unwrap()
+    }
+
+    fn named(names: &[&str]) -> LoraConfig {
+        let targets = Targets::Named(names.iter().map(|&name| name.to_owned()).collect());
+        LoraConfig { targets, ..LoraConfig::default() }
+    }
+
+    #[test]
+    fn adapters_are_named_and_shaped_as_in_peft() {
+        let mut model = model(true);
+        model.add_adapters(&LoraConfig { rank: 3, ..named(&["k_proj", "down_proj"]) }).unwrap();
+        let parameters = model.parameters();
+        let adapters: Vec<_> = parameters.iter().filter(|(name, _)| adapter_of(name).is_some()).collect();
+        assert_eq!(adapters.len(), 8);
+        for (name, shape) in [
+            ("model.layers.0.self_attn.k_proj.lora_A.weight", [3, 8]),
+            ("model.layers.0.self_attn.k_proj.lora_B.weight", [4, 3]),
+            ("model.layers.1.mlp.down_proj.lora_A.weight", [3, 12]),
+            ("model.layers.1.mlp.down_proj.lora_B.weight", [8, 3]),
+            ("model.layers.1.mlp.down_proj.weight", [8, 12]),
+        ] {
+            assert!(parameters.contains(&(name.to_owned(), shape.to_vec())), "{name} {parameters:?}");
+        }
+    }
+
+    #[test]
+    fn all_linear_is_every_projection_but_the_head() {
+        let count = |targets: &str, tied| {
+            let mut model = model(tied);
+            let targets = targets.parse().unwrap();
+            model.add_adapters(&LoraConfig { targets, ..LoraConfig::default() }).unwrap();
+            model.parameters().iter().filter(|(name, _)| adapter_of(name).is_some()).count()
+        };
+        assert_eq!(count("all-linear", false), 2 * 2 * 7);
+        assert_eq!(count("lm_head", false), 2);
+        assert_eq!(count("q_proj, lm_head", false), 2 * 2 + 2);
+        assert_eq!(count("q_proj", true), 2 * 2);
+    }
+
+    #[test]
+    fn unknown_projections_are_answered_with_the_known_ones() {
+        let message = |names: &[&str], tied| model(tied).add_adapters(&named(names)).unwrap_err().to_string();
+        let known = "expected some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj";
+        assert_eq!(
+            message(&["query", "q_proj", "key"], false),
+            format!("`query`, `key` are no projection of the model: {known}, lm_head, or all-linear")
+        );
+        // The head is the embedding: there is no such projection.
+        assert_eq!(
+            message(&["lm_head"], true),
+            format!("`lm_head` is no projection of the model: {known}, or all-linear")
+        );
+        assert!(message(&[], true).starts_with("no projection is named: expected q_proj, "));
+        assert!("q_proj,".parse::<Targets>().unwrap_err().to_string().starts_with("`` is no projection"));
+    }
+
+    #[test]
+    fn settings_out_of_range_are_refused_with_their_numbers() {
+        let message = |config| model(true).add_adapters(&config).unwrap_err().to_string();
+        let config = LoraConfig::default;
+        assert_eq!(
+            message(LoraConfig { rank: 0, ..config() }),
+            "the rank of the adapters is 0: it must be at least 1"
+        );
+        assert_eq!(
+            message(LoraConfig { alpha: f64::NAN, ..config() }),
+            "alpha is NaN: it must be finite and positive"
+        );
+        assert_eq!(
+            message(LoraConfig { dropout: 1.0, ..config() }),
+            "the dropout of the adapters is 1: it must be at least 0 and below 1"
+        );
+        let mut adapted = model(true);
+        adapted.add_adapters(&config()).unwrap();
+        assert_eq!(
+            adapted.add_adapters(&config()).unwrap_err().to_string(),
+            "the model has adapters already"
+        );
+    }
+}

@@ -1,0 +1,75 @@
+//! Why pretrained weights cannot be read or written.
+
+use std::path::PathBuf;
+
+use fsdp::files::{FileError, StoredDtype};
+
+/// What can be wrong with pretrained weights beyond what is wrong with one safetensors file.
+#[derive(Debug, thiserror::Error)]
+pub enum PretrainedError {
+    /// A file cannot be opened, read or written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The file is not what it claims to be.
+    #[error("`{}` is not a valid GGUF file: at byte {offset}: {reason}", .path.display())]
+    Gguf {
+        /// The file.
+        path: PathBuf,
+        /// Where, in bytes from its start.
+        offset: u64,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// What a GGUF file says of its model cannot be used.
+    #[error("`{}`: `{key}` {reason}", .path.display())]
+    Metadata {
+        /// The file.
+        path: PathBuf,
+        /// The key of its metadata.
+        key: String,
+        /// What came and what was expected.
+        reason: String,
+    },
+    /// A directory without weights.
+    #[error("`{}` has neither model.safetensors nor model.safetensors.index.json", .path.display())]
+    NoWeights {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// An index of several files that is damaged, or not the index of these files.
+    #[error("`{}` is not the index of its files: {reason}", .path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A configuration that cannot be that of the weights.
+    #[error("`{}` is of another model than its configuration: {reason}", .path.display())]
+    Contradiction {
+        /// The weights.
+        path: PathBuf,
+        /// What differs.
+        reason: String,
+    },
+    /// A finite value that would be stored as an infinite one.
+    #[error("element {element} of `{name}` is {value}: it becomes infinite in {dtype:?}")]
+    Overflow {
+        /// The tensor.
+        name: String,
+        /// Which element of it, flattened.
+        element: usize,
+        /// Its value.
+        value: f32,
+        /// What it was to be stored in.
+        dtype: StoredDtype,
+    },
+    /// A parameter of which each rank has a part by tensor parallelism.
+    #[error("parameter `{name}` is cut in {parts} by tensor parallelism: only whole ones can be saved")]
+    Cut {
+        /// The parameter.
+        name: String,
+        /// Its parts.
+        parts: usize,
+    },
+}

@@ -1,0 +1,101 @@
+//! A checkpoint of several safetensors files and an index that says which tensor is in which.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use fsdp::files::{FileError, FoundTensor, TensorFile};
+use serde::Deserialize;
+
+use super::error::PretrainedError;
+
+/// The index of a checkpoint of several files.
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+/// An open checkpoint of several files. Threads may share it.
+#[derive(Debug)]
+pub struct ShardedTensorFiles {
+    path: PathBuf,
+    files: Vec<TensorFile>,
+    /// Which file each tensor is in.
+    places: BTreeMap<String, usize>,
+}
+
+#[derive(Deserialize)]
+struct IndexJson {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl ShardedTensorFiles {
+    /// Opens an index, and all files that it names in its directory.
+    ///
+    /// # Errors
+    /// The index or a file of it cannot be read or is damaged; the index names a file outside its directory; a tensor is
+    /// not in the file that it should be in, or is in a file and not in the index: all of these are listed.
+    pub fn open(path: &Path) -> crate::Result<Self> {
+        let invalid = |reason: String| PretrainedError::Index { path: path.to_path_buf(), reason };
+        let bytes = fs::read(path).map_err(FileError::on("read", path))?;
+        let index: IndexJson = serde_json::from_slice(&bytes).map_err(|error| invalid(error.to_string()))?;
+        let mut names: Vec<&String> = index.weight_map.values().collect();
+        names.sort();
+        names.dedup();
+        if let Some(name) = names.iter().find(|name| !is_plain(name)) {
+            return Err(invalid(format!("{name:?} is no name of a file in its directory")).into());
+        }
+        let dir = path.parent().unwrap_or(Path::new(""));
+        let files =
+            names.iter().map(|name| TensorFile::open(&dir.join(name))).collect::<Result<Vec<_>, _>>()?;
+        let mut places = BTreeMap::new();
+        let mut wrong = Vec::new();
+        for (tensor, name) in &index.weight_map {
+            let file = names.binary_search(&name).expect("every name is in the list of names");
+            if files[file].info(tensor).is_none() {
+                wrong.push(format!("{tensor} is not in {name}"));
+            }
+            places.insert(tensor.clone(), file);
+        }
+        for (index, (file, name)) in files.iter().zip(&names).enumerate() {
+            let strays = file.names().filter(|tensor| places.get(*tensor) != Some(&index));
+            wrong.extend(strays.map(|tensor| format!("{tensor} of {name} is not in the index")));
+        }
+        if !wrong.is_empty() {
+            let more = wrong.len().saturating_sub(LISTED);
+            wrong.truncate(LISTED);
+            let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+            return Err(invalid(format!("{}{rest}", wrong.join(", "))).into());
+        }
+        Ok(ShardedTensorFiles { path: path.to_path_buf(), files, places })
+    }
+
+    /// The path of the index.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The files, sorted by name.
+    pub fn files(&self) -> &[TensorFile] {
+        &self.files
+    }
+
+    /// The file that holds a tensor.
+    pub fn file_of(&self, tensor: &str) -> Option<&TensorFile> {
+        Some(&self.files[*self.places.get(tensor)?])
+    }
+
+    /// All tensors, to be held against a model's.
+    pub fn found(&self) -> impl Iterator<Item = FoundTensor<'_>> {
+        self.files.iter().flat_map(TensorFile::found)
+    }
+}
+
+/// Discrepancies that a message lists: the rest is counted.
+const LISTED: usize = 8;
+
+/// A name that leads nowhere but into the directory.
+fn is_plain(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    // On every system, whatever its separators are: checkpoints travel.
+    matches!(components.next(), Some(Component::Normal(only)) if only == name)
+        && components.next().is_none()
+        && !name.contains(['/', '\\', ':', '\0'])
+}

@@ -1,0 +1,189 @@
+//! Pretrained models: Hugging Face's directories and GGUF files in, Hugging Face's directories out.
+//!
+//! No rank ever holds a model that it reads or writes: each reads, by ranges of elements, what it keeps; and what is written
+//! passes rank 0 one bucket of the layout at a time.
+
+mod error;
+pub(crate) mod gguf;
+mod index;
+mod load;
+mod save;
+mod weights;
+mod writer;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use fsdp::comm::DeviceMesh;
+use fsdp::files::{FileError, Mismatch, TensorFileError};
+use fsdp::mesh::Topology;
+use fsdp::spec::ParamSpec;
+use fsdp::{Fsdp, FsdpConfig, FullyShard};
+use serde_json::{Map, Value};
+
+pub use error::PretrainedError;
+pub use gguf::GgufFile;
+pub use index::ShardedTensorFiles;
+pub use load::{LoadReport, Strictness};
+pub(crate) use save::save_shown;
+pub(crate) use save::set_dtype;
+pub use save::{SaveOptions, check_save_place, save_pretrained};
+pub use weights::Weights;
+pub(crate) use weights::is_gguf;
+pub use writer::{PretrainedWriter, StoredTensor};
+
+use crate::config::ConfigError;
+use crate::{Llama, LlamaConfig};
+
+/// Bytes that a rotary table may take in any model.
+const ROPE_BYTES: u64 = 1 << 26;
+
+/// A pretrained Llama: its configuration and its weights, still in their files.
+///
+/// ```no_run
+/// use std::path::Path;
+/// use fsdp::prelude::*;
+/// use fsdp_models::pretrained::{Pretrained, Strictness};
+///
+/// let pretrained = Pretrained::open(Path::new("SmolLM2-135M-Instruct"))?;
+/// fsdp::launch::local(2, |world| -> fsdp_models::Result<()> {
+///     let model = pretrained.model()?.fully_shard(&world.data_parallel_mesh())?;
+///     let report = pretrained.load(&model, Strictness::Strict)?;
+///     println!("{report}");
+///     Ok(())
+/// })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Pretrained {
+    path: PathBuf,
+    config: LlamaConfig,
+    /// `config.json`, or what it would say.
+    json: Map<String, Value>,
+    weights: Weights,
+}
+
+impl Pretrained {
+    /// Opens a directory of Hugging Face's (`config.json`, and what [`Weights::open`] reads), a weights file beside its
+    /// `config.json`, or a GGUF file. Reads only; no rank has to do it together with others, and threads may share it.
+    ///
+    /// # Errors
+    /// What is needed is not there or damaged, or of a model that is not implemented.
+    pub fn open(path: &Path) -> crate::Result<Self> {
+        let weights = Weights::open(path)?;
+        let (config, json) = match &weights {
+            Weights::Gguf(file) => (file.config().clone(), file.config().to_json()),
+            Weights::Single(_) | Weights::Sharded(_) => {
+                let path = weights.path().with_file_name("config.json");
+                let config = LlamaConfig::from_json_file(&path)?;
+                let text = fs::read(&path).map_err(FileError::on("read", &path))?;
+                let json = serde_json::from_slice(&text);
+                (config, json.map_err(|source| ConfigError::Malformed { path, source })?)
+            }
+        };
+        let found = weights.found();
+        let elements = found.iter().map(|tensor| tensor.shape.iter().product::<usize>() as u64);
+        let elements = elements.fold(0, u64::saturating_add);
+        let contradicts =
+            |reason: String| PretrainedError::Contradiction { path: weights.path().to_path_buf(), reason };
+        let (layers, tensors) = (config.num_hidden_layers, found.len());
+        if layers > tensors {
+            let reason = format!("num_hidden_layers is {layers}, and the file has {tensors} tensors");
+            return Err(contradicts(reason).into());
+        }
+        // The tables are made before any weight is read: they must not be of another size class than what is.
+        let positions = config.max_position_embeddings;
+        let table = (positions as u64).saturating_mul(config.head_dim() as u64).saturating_mul(4);
+        if table > ROPE_BYTES.max(elements.saturating_mul(4)) {
+            let reason = format!(
+                "max_position_embeddings is {positions}: the rotary tables would be larger than the weights, of which there are \
+                 {elements}"
+            );
+            return Err(contradicts(reason).into());
+        }
+        drop(found);
+        Ok(Pretrained { path: path.to_path_buf(), config, json, weights })
+    }
+
+    /// The path it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model that the weights are of.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// The model, before it is sharded and its weights are loaded: until then they are zeros, where [`Llama::new`] would draw
+    /// values that nobody sees.
+    ///
+    /// # Errors
+    /// If there is no model of this configuration.
+    pub fn model(&self) -> crate::Result<Llama> {
+        Llama::new(&LlamaConfig { initializer_range: 0.0, ..self.config.clone() })
+    }
+
+    /// The weights.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// How the weights differ from those of the model that the configuration describes. Takes no memory for it.
+    ///
+    /// # Errors
+    /// If there is no model of this configuration.
+    pub fn check(&self) -> crate::Result<Mismatch> {
+        Ok(self.weights.compare(&params_of(&self.config)?, self.ties()))
+    }
+
+    /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file is
+    /// ignored, as by `transformers`, or read if there is no embedding. Every rank must call it.
+    ///
+    /// # Errors
+    /// As for [`Weights::load`].
+    pub fn load<M>(&self, model: &Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
+        self.weights.load_with(model, strictness, self.ties())
+    }
+
+    fn ties(&self) -> &'static [(&'static str, &'static str)] {
+        if self.config.tie_word_embeddings { &TIED } else { &[] }
+    }
+}
+
+/// The parameters of a model, without taking memory for them.
+pub(crate) fn params_of(config: &LlamaConfig) -> crate::Result<Vec<ParamSpec>> {
+    let one = Topology::new(&[("dp_shard", 1)], 1).map_err(fsdp::Error::from)?;
+    // No weight has the rotary tables' size.
+    let config = LlamaConfig { max_position_embeddings: 1, ..config.clone() };
+    Ok(Llama::new(&config)?.layout(&one, &FsdpConfig::default())?.params)
+}
+
+/// The embedding, and the head that may be tied to it.
+const TIED: [(&str, &str); 1] = [("model.embed_tokens.weight", "lm_head.weight")];
+
+impl Llama {
+    /// Builds and shards the model of a directory of Hugging Face's or of a GGUF file, and loads its weights, of which each
+    /// rank reads what it holds. Every rank of the mesh must call it.
+    ///
+    /// [`Pretrained`] does the same in steps.
+    ///
+    /// # Errors
+    /// Those of [`Pretrained::open`], of sharding and, with [`Strictness::Strict`], of [`Pretrained::load`]. A model that
+    /// does not fit its files is refused before any memory is taken for it.
+    pub fn from_pretrained(
+        path: &Path,
+        mesh: &DeviceMesh,
+        config: &FsdpConfig,
+    ) -> crate::Result<Fsdp<Llama>> {
+        let pretrained = Pretrained::open(path)?;
+        let mismatch = pretrained.check()?;
+        if !mismatch.is_empty() {
+            let path = pretrained.weights.path().to_path_buf();
+            return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
+        }
+        let model = pretrained.model()?.fully_shard_with(mesh, config)?;
+        pretrained.load(&model, Strictness::Strict)?;
+        Ok(model)
+    }
+}

@@ -1,0 +1,169 @@
+//! Where a run saves its state, and where it goes on from.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use fsdp::Fsdp;
+use fsdp::checkpoint::{BackgroundSaver, Checkpoint, Checkpoints, Contents, OptimizerState, Restore};
+use fsdp::files::FileError;
+use fsdp::optim::{LossScaler, LossScalerState};
+use serde::{Deserialize, Serialize};
+
+use super::options::TrainError;
+use crate::data::{Batches, DataCursor};
+use crate::llama::Llama;
+
+/// The value of a checkpoint that holds what is the loop's own.
+const RUN: &str = "run";
+
+/// How a run is saved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckpointOptions {
+    /// The directory of the run's checkpoints; made if it is not there.
+    pub directory: PathBuf,
+    /// Steps between two of them. The last step is saved in any case.
+    pub every: usize,
+    /// How many are kept: the latest ones.
+    pub keep: usize,
+    /// Go on from the latest one, if there is one, instead of beginning.
+    pub resume: bool,
+}
+
+/// A run's checkpoints: opened once, before ranks are started.
+#[derive(Debug)]
+pub struct RunCheckpoints {
+    store: Checkpoints,
+    every: usize,
+    from: Option<(PathBuf, RunState)>,
+}
+
+/// What a checkpoint holds besides the state of model and optimizer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct RunState {
+    /// Of the loop: those that a loss scale has skipped count too.
+    steps: usize,
+    /// What comes next.
+    data: DataCursor,
+    loss_scale: Option<LossScalerState>,
+    /// Of adapters, whose tensors do not tell it.
+    adapter_scale: Option<f64>,
+}
+
+impl RunCheckpoints {
+    /// Makes the directory, or finds the checkpoint that the run goes on from: it may be of any number of ranks and any
+    /// strategy, but `data` must serve the same samples in the same order.
+    ///
+    /// # Errors
+    /// An interval or a number of 0; a directory that has checkpoints already, if the run is to begin; one that does not
+    /// exist, if it is to go on; a checkpoint that cannot be read, is of other data, or was not saved by
+    /// [`train`](super::train).
+    pub fn open(options: &CheckpointOptions, data: &dyn Batches) -> crate::Result<Self> {
+        let CheckpointOptions { directory, every, keep, resume } = options;
+        for (option, value) in [("the interval of checkpoints", *every), ("the checkpoints to keep", *keep)] {
+            if value == 0 {
+                return Err(TrainError::Zero { option }.into());
+            }
+        }
+        if *resume && !directory.is_dir() {
+            return Err(TrainError::NothingToResume { directory: directory.clone() }.into());
+        }
+        fs::create_dir_all(directory).map_err(FileError::on("create", directory))?;
+        let store = Checkpoints::new(directory).keep(*keep);
+        let from = match store.latest()? {
+            Some(path) if !resume => {
+                return Err(TrainError::HasCheckpoints { directory: directory.clone(), latest: path }.into());
+            }
+            Some(path) => Some(Self::look(path, data)?),
+            None => None,
+        };
+        Ok(RunCheckpoints { store, every: *every, from })
+    }
+
+    fn look(path: PathBuf, data: &dyn Batches) -> crate::Result<(PathBuf, RunState)> {
+        let checkpoint = Checkpoint::open(&path).map_err(fsdp::Error::from)?;
+        let state: RunState = checkpoint.value(RUN).map_err(fsdp::Error::from)?;
+        data.resume(&state.data)?;
+        Ok((path, state))
+    }
+
+    /// The step that comes next, counted from 0.
+    pub fn first_step(&self) -> usize {
+        self.from.as_ref().map_or(0, |(_, state)| state.steps)
+    }
+
+    /// The checkpoint that the run goes on from.
+    pub fn resumed(&self) -> Option<&Path> {
+        self.from.as_ref().map(|(path, _)| path.as_path())
+    }
+
+    /// Samples that the run has been served so far.
+    pub fn served(&self) -> u64 {
+        self.from.as_ref().map_or(0, |(_, state)| state.data.samples)
+    }
+
+    /// Restores what the run goes on from. Every rank must call it.
+    pub(super) fn restore(
+        &self,
+        model: &mut Fsdp<Llama>,
+        optimizer: &mut dyn OptimizerState,
+        scaler: Option<&mut LossScaler>,
+    ) -> crate::Result<()> {
+        let Some((path, state)) = &self.from else { return Ok(()) };
+        let scale = adapter_scale(model);
+        if state.adapter_scale != scale {
+            return Err(TrainError::OtherAdapters { before: state.adapter_scale, now: scale }.into());
+        }
+        Restore::new(model).optimizer(optimizer).from(path)?;
+        if let (Some(scaler), Some(scale)) = (scaler, state.loss_scale) {
+            scaler.set_state(scale);
+        }
+        Ok(())
+    }
+
+    /// One for each rank.
+    pub(super) fn saver(&self) -> Saver {
+        Saver { saver: self.store.clone().in_background(), every: self.every }
+    }
+}
+
+/// `alpha / rank`.
+fn adapter_scale(model: &Fsdp<Llama>) -> Option<f64> {
+    model.module().lora().map(|lora| lora.scale())
+}
+
+/// Saves while the training goes on.
+pub(super) struct Saver {
+    saver: BackgroundSaver,
+    every: usize,
+}
+
+impl Saver {
+    /// Saves the state after `steps` steps of `total`, if it is time. Every rank must call it.
+    pub fn after(
+        &mut self,
+        steps: usize,
+        total: usize,
+        data: DataCursor,
+        model: &Fsdp<Llama>,
+        optimizer: &dyn OptimizerState,
+        scaler: Option<&LossScaler>,
+    ) -> crate::Result<()> {
+        if !steps.is_multiple_of(self.every) && steps != total {
+            return Ok(());
+        }
+        let state = RunState {
+            steps,
+            data,
+            loss_scale: scaler.map(LossScaler::state),
+            adapter_scale: adapter_scale(model),
+        };
+        self.saver.save(Contents::of(model).optimizer(optimizer).value(RUN, &state))?;
+        Ok(())
+    }
+
+    /// Waits until all is on the disk. Every rank must call it.
+    pub fn finish(mut self) -> crate::Result<()> {
+        self.saver.wait()?;
+        Ok(())
+    }
+}

@@ -1,0 +1,207 @@
+//! GGUF files of Llamas.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::{Device, Tensor};
+use fsdp::prelude::*;
+use fsdp_models::pretrained::{GgufFile, Pretrained, Strictness};
+use fsdp_models::{Llama, LlamaConfig};
+use safetensors::Dtype;
+
+use super::fixtures::{
+    Tensors, assert_same, config, gathered, gguf_metadata, gguf_name, quantise, tensors, write_gguf,
+    write_single,
+};
+
+/// The types with blocks of 32 elements or fewer.
+const SMALL_BLOCKS: [GgmlDType; 8] = [
+    GgmlDType::F32,
+    GgmlDType::F16,
+    GgmlDType::BF16,
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+];
+
+/// Those with blocks of 256.
+const LARGE_BLOCKS: [GgmlDType; 5] =
+    [GgmlDType::Q2K, GgmlDType::Q3K, GgmlDType::Q4K, GgmlDType::Q5K, GgmlDType::Q6K];
+
+/// Undoes `rotate` element by element, by its definition in llama.cpp.
+fn unrotate(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
+    let rows = values.len() / columns;
+    let head = rows / heads;
+    let mut out = vec![0.0; values.len()];
+    for row in 0..rows {
+        // reshape(heads, 2, head / 2, columns).swapaxes(1, 2): row (s, i) of a head goes to 2i + s.
+        let (of, half, pair) = (row / head, row % head / (head / 2), row % (head / 2));
+        let stored = of * head + 2 * pair + half;
+        out[row * columns..][..columns].copy_from_slice(&values[stored * columns..][..columns]);
+    }
+    out
+}
+
+/// Writes a file in `dtype`, and returns what it holds, in Hugging Face's order.
+fn written(dir: &Path, config: &LlamaConfig, dtype: GgmlDType) -> (PathBuf, Tensors) {
+    let path = dir.join("model.gguf");
+    let mut expected = tensors(config);
+    let stored = quantise(config, &expected, dtype);
+    write_gguf(&path, &gguf_metadata(config), &stored);
+    for (name, (shape, values)) in &mut expected {
+        let (_, tensor) = stored.iter().find(|(stored, _)| *stored == gguf_name(name)).unwrap();
+        let whole = tensor.dequantize(&Device::Cpu).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        *values = match name.rsplit('.').nth(1).unwrap() {
+            "q_proj" => unrotate(&whole, config.num_attention_heads, shape[1]),
+            "k_proj" => unrotate(&whole, config.num_key_value_heads, shape[1]),
+            _ => whole,
+        };
+    }
+    (path, expected)
+}
+
+#[test]
+fn ranges_are_those_of_the_whole_tensor_dequantised() {
+    let wide = LlamaConfig { hidden_size: 256, intermediate_size: 256, ..config(false) };
+    let small = SMALL_BLOCKS.iter().map(|dtype| (*dtype, config(false)));
+    for (dtype, config) in small.chain(LARGE_BLOCKS.iter().map(|dtype| (*dtype, wide.clone()))) {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, expected) = written(dir.path(), &config, dtype);
+        let file = GgufFile::open(&path).unwrap();
+        assert_eq!(*file.config(), config);
+        for (name, (shape, values)) in &expected {
+            assert_eq!(file.shape(name), Some(shape.as_slice()));
+            let len = values.len();
+            for (start, end) in
+                [(0, len), (1, len - 1), (len / 3, len / 2), (33, 34), (len, len), (len - 7, len)]
+            {
+                let mut out = vec![f32::NAN; end - start];
+                file.read_range_f32(name, start, &mut out).unwrap();
+                assert_eq!(out, values[start..end], "{dtype:?} {name} {start}..{end}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_loads_from_it_at_any_number_of_ranks() {
+    for (tied, dtype) in [(true, GgmlDType::Q4_1), (false, GgmlDType::Q8_0)] {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, expected) = written(dir.path(), &config(tied), dtype);
+        for ranks in [1, 2, 3] {
+            launch::local(ranks, |world| -> fsdp_models::Result<()> {
+                let model =
+                    Llama::from_pretrained(&path, &world.data_parallel_mesh(), &FsdpConfig::default())?;
+                assert_same(&gathered(&model), &expected);
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
+}
+
+#[test]
+fn it_computes_what_the_same_weights_in_safetensors_do() {
+    let config = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    let (path, expected) = written(dir.path(), &config, GgmlDType::F32);
+    assert_same(&expected, &tensors(&config));
+    write_single(dir.path(), &config, &expected, Dtype::F32);
+    let logits = |path: &Path| -> Vec<f32> {
+        let model = Llama::from_pretrained(path, &DeviceMesh::single(), &FsdpConfig::default()).unwrap();
+        let ids = Tensor::new(&[[1u32, 7, 3, 9, 2]], &Device::Cpu).unwrap();
+        let logits: Tensor = model.evaluate(&ids).unwrap();
+        logits.flatten_all().unwrap().to_vec1().unwrap()
+    };
+    assert_eq!(logits(&path), logits(dir.path()));
+}
+
+#[test]
+fn what_would_compute_something_else_is_refused() {
+    let config = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let stored = quantise(&config, &tensors(&config), GgmlDType::F32);
+    let message = |key: &'static str, value: Option<Value>| {
+        let mut metadata = gguf_metadata(&config);
+        metadata.retain(|(known, _)| *known != key);
+        metadata.extend(value.map(|value| (key, value)));
+        write_gguf(&path, &metadata, &stored);
+        let message = GgufFile::open(&path).unwrap_err().to_string();
+        message.strip_prefix(&format!("`{}`: ", path.display())).unwrap_or(&message).to_owned()
+    };
+    let text = |text: &str| Some(Value::String(text.into()));
+    for (key, value, expected) in [
+        (
+            "general.architecture",
+            text("qwen2"),
+            "`general.architecture` is `qwen2`: only `llama` is supported",
+        ),
+        ("general.architecture", None, "`general.architecture` is missing"),
+        (
+            "llama.rope.scaling.type",
+            text("yarn"),
+            "`llama.rope.scaling.type` is `yarn`: only `none` is supported",
+        ),
+        (
+            "llama.expert_count",
+            Some(Value::U32(8)),
+            "`llama.expert_count` is 8: only models without experts are supported",
+        ),
+        ("llama.block_count", None, "`llama.block_count` is missing"),
+        (
+            "llama.block_count",
+            Some(Value::I32(-1)),
+            "`llama.block_count` is I32(-1): expected a number below 2^32",
+        ),
+        (
+            "llama.attention.head_count_kv",
+            Some(Value::Array(vec![Value::U32(2); 2])),
+            "`llama.attention.head_count_kv` is an array of 2 values: expected a number below 2^32",
+        ),
+        (
+            "llama.rope.dimension_count",
+            Some(Value::U32(8)),
+            "`llama.rope.dimension_count` is 8: expected the width of a head, 16",
+        ),
+        (
+            "llama.rope.freq_base",
+            Some(Value::U32(10_000)),
+            "`llama.rope.freq_base` is U32(10000): expected a floating-point number",
+        ),
+        (
+            "llama.embedding_length",
+            Some(Value::U32(66)),
+            "`general.architecture` is `llama`, but hidden_size 66 is not divisible by num_attention_heads 4 (remainder 2) and \
+             no head_dim is given",
+        ),
+    ] {
+        assert_eq!(message(key, value), expected);
+    }
+}
+
+#[test]
+fn scaled_frequencies_and_biases_are_unexpected() {
+    let config = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let mut all = quantise(&config, &tensors(&config), GgmlDType::F32);
+    let vector = || {
+        candle_core::quantized::QTensor::quantize(
+            &Tensor::zeros(8, candle_core::DType::F32, &Device::Cpu).unwrap(),
+            GgmlDType::F32,
+        )
+        .unwrap()
+    };
+    all.push(("rope_freqs.weight".into(), vector()));
+    all.push(("blk.0.attn_q.bias".into(), vector()));
+    write_gguf(&path, &gguf_metadata(&config), &all);
+    let pretrained = Pretrained::open(&path).unwrap();
+    assert_eq!(pretrained.check().unwrap().unexpected, ["blk.0.attn_q.bias", "rope_freqs.weight"]);
+    let model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+    let message = pretrained.load(&model, Strictness::Strict).unwrap_err().to_string();
+    assert!(message.ends_with("2 unexpected: blk.0.attn_q.bias, rope_freqs.weight"), "{message}");
+}

@@ -1,0 +1,8 @@
+//! Pretrained weights in files, in shards, and back.
+
+mod fixtures;
+mod gguf;
+mod hostile;
+mod indexed;
+mod load;
+mod save;

@@ -1,0 +1,196 @@
+//! The whole model in tensors of one rank, for models small enough, and to pass them on one at a time.
+
+use std::collections::{BTreeMap, HashMap};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::agree::Group;
+use super::error::CheckpointError;
+use super::expected::{LeftOut, left_out, mismatch, model_tensors};
+use super::index::{Section, StoredTensor};
+use crate::comm::{Phase, Tag};
+use crate::device::Slice;
+use crate::engine::{Engine, Fsdp, FsdpUnit, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
+use crate::error::{Error, Result};
+use crate::files::Mismatch;
+use crate::memory::candle_dtype;
+use crate::pipeline::Change;
+use crate::spec::Dtype;
+
+impl<M: FsdpUnit> Fsdp<M> {
+    /// Every tensor of the model, whole, by name, on rank 0; `None` on the other ranks. Weights are the main weights
+    /// where there are any, else the model weights, in their dtype; tied ones are there once, under their first name;
+    /// buffers are there too. For models that one rank's memory can hold.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// Those of the gathers.
+    ///
+    /// ```
+    /// use fsdp_runtime::{FullyShard, Init, Param, launch};
+    ///
+    /// launch::local(2, |world| -> fsdp_runtime::Result<()> {
+    ///     let params = (Param::new((2, 3)).with_init(Init::Ones), Param::new(5));
+    ///     let mut model = params.fully_shard(&world.data_parallel_mesh())?;
+    ///     let state = model.full_state_dict()?;
+    ///     if let Some(state) = &state {
+    ///         assert_eq!(state["0"].to_vec2::<f32>()?, [[1.0; 3]; 2]);
+    ///     }
+    ///     model.load_full_state_dict(state.as_ref(), true)?;
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<(), fsdp_runtime::launch::LaunchError>(())
+    /// ```
+    pub fn full_state_dict(&self) -> Result<Option<BTreeMap<String, Tensor>>> {
+        let mut state = BTreeMap::new();
+        self.visit_full_state(|name, tensor| {
+            state.insert(name.to_owned(), tensor);
+            Ok(())
+        })?;
+        Ok((self.rank() == 0).then_some(state))
+    }
+
+    /// The same, one tensor at a time: `visit(name, tensor)` is called on rank 0 only, which holds no more than one
+    /// bucket and one tensor. An error of `visit` is one on all ranks.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// Those of `visit` and of the gathers.
+    pub fn visit_full_state(&self, mut visit: impl FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
+        let engine = self.engine();
+        let group = Group::of(engine);
+        let turn = group.turn();
+        turn.wait();
+        let first = group.is_first();
+        // After an error the gathers go on, as the other ranks are in them.
+        let mut outcome = Ok(());
+        let names = engine.layout.params.iter().map(|spec| spec.name.as_str());
+        let by_name: HashMap<&str, usize> = names.zip(0..).collect();
+        self.visit_weights(|spec, values| {
+            if first && outcome.is_ok() {
+                let dtype = candle_dtype(engine.saved_dtype(by_name[spec.name.as_str()]));
+                outcome = spec.tensors().into_iter().try_for_each(|tensor| {
+                    let values = Tensor::from_slice(&values[tensor.elements], tensor.shape, &Device::Cpu)?;
+                    visit(tensor.name, values.to_dtype(dtype)?)
+                });
+            }
+            Ok(())
+        })?;
+        if first && outcome.is_ok() {
+            outcome = buffer_list(self.module()).into_iter().try_for_each(|(name, tensor)| {
+                // Not the tensor itself, which the model may overwrite.
+                visit(&name, tensor.copy()?)
+            });
+        }
+        group.all_done("the full state", outcome)
+    }
+
+    /// Sets weights and buffers from whole tensors that rank 0 has; the other ranks pass `None`. With `strict` they must
+    /// be exactly the model's, in dtypes that lose nothing; otherwise what fits is loaded, other float dtypes are
+    /// converted, the rest is left as it is. Returns what did not fit, the same on all ranks.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// If rank 0 has no tensors, or (with `strict`) they do not fit, and then nothing has changed; those of the
+    /// broadcasts.
+    pub fn load_full_state_dict(
+        &mut self,
+        state: Option<&BTreeMap<String, Tensor>>,
+        strict: bool,
+    ) -> Result<Mismatch> {
+        let engine = self.engine().clone();
+        let group = Group::of(&engine);
+        let turn = group.turn();
+        turn.wait();
+        let buffers = buffer_list(self.module());
+        let expected = model_tensors(&engine, &buffers);
+        let empty = BTreeMap::new();
+        let state = if group.is_first() {
+            group.all_done("the full state", state.ok_or_else(no_state))?
+        } else {
+            group.all_done::<_, Error>("the full state", Ok(&empty))?
+        };
+        // Only the first rank knows what it has.
+        let stored = group.by_first("the tensors of the full state", || section(state))?;
+        let stored: Section = serde_json::from_slice(&stored).map_err(unreadable)?;
+        let wrong = mismatch(&expected, &stored);
+        if strict && !wrong.is_empty() {
+            let (path, sections) = ("full state dict".into(), vec![("model".to_owned(), wrong)]);
+            return Err(CheckpointError::Mismatch { path, sections }.into());
+        }
+        engine.reset_step()?;
+        let left_out = left_out(Some(&wrong));
+        let params = load_params(&engine, &group, state, &left_out);
+        group.all_done("the full state", params)?;
+        for (name, tensor) in buffers.iter().filter(|(name, _)| !left_out.buffer(name)) {
+            let bytes = group.by_first(name, || read_buffer(&state[name]).map(|(_, bytes)| bytes))?;
+            let loaded = if bytes.is_empty() { Ok(()) } else { overwrite_buffer(tensor, bytes) };
+            group.all_done(name, loaded)?;
+        }
+        engine.weights_changed(Change::Loaded(None))?;
+        engine.note_event("after loading a full state".into());
+        Ok(wrong)
+    }
+}
+
+fn no_state() -> Error {
+    Error::Usage("rank 0 loads a full state for all ranks: it must have one, but came with `None`".into())
+}
+
+fn unreadable(error: serde_json::Error) -> Error {
+    Error::Usage(format!("what rank 0 says of its full state cannot be read: {error}"))
+}
+
+/// What there is, as a checkpoint would say it.
+fn section(state: &BTreeMap<String, Tensor>) -> Result<Vec<u8>> {
+    let mut section = Section::new();
+    for (name, tensor) in state {
+        let dtype = buffer_dtype(tensor).map_err(|error| param_error(name, &error))?;
+        let stored = StoredTensor { dtype, shape: tensor.dims().to_vec(), parts: Vec::new() };
+        section.insert(name.clone(), stored);
+    }
+    serde_json::to_vec(&section).map_err(unreadable)
+}
+
+fn param_error(name: &str, error: &candle_core::Error) -> Error {
+    Error::Param { param: name.to_owned(), message: error.to_string() }
+}
+
+/// Broadcasts one tensor after the other from the first rank; each rank takes what it holds.
+fn load_params(
+    engine: &Engine,
+    group: &Group,
+    state: &BTreeMap<String, Tensor>,
+    left_out: &LeftOut<'_>,
+) -> Result<()> {
+    let compute = &*engine.streams.compute;
+    // After an error the broadcasts go on, as the other ranks are in them.
+    let mut outcome = Ok(());
+    for (param, spec) in engine.layout.params.iter().enumerate() {
+        for tensor in spec.tensors() {
+            if left_out.weight(tensor.name) || tensor.elements.is_empty() {
+                continue;
+            }
+            let values = Slice::zeros(Dtype::F32, tensor.elements.len(), None);
+            if group.is_first() && outcome.is_ok() {
+                // SAFETY: the buffer is new and ours alone.
+                let out = unsafe { values.as_mut_slice::<f32>() };
+                outcome =
+                    copy_values(&state[tensor.name], out).map_err(|error| param_error(tensor.name, &error));
+            }
+            let tag = Tag { unit: tensor.name.into(), phase: Phase::Checkpoint, step: group.step };
+            group.comm.broadcast(compute, tag, values.clone(), 0)?;
+            engine.store_elements(param, tensor.elements, &values)?;
+        }
+    }
+    compute.record().synchronize()?;
+    outcome
+}
+
+fn copy_values(tensor: &Tensor, out: &mut [f32]) -> candle_core::Result<()> {
+    out.copy_from_slice(&tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?);
+    Ok(())
+}

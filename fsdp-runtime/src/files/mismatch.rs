@@ -1,0 +1,124 @@
+//! How the tensors of files differ from those of a model.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// How the tensors of a file differ from those of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mismatch {
+    /// In the model, not in the file, in the model's order.
+    pub missing: Vec<String>,
+    /// In the file, not in the model, sorted.
+    pub unexpected: Vec<String>,
+    /// In both, with different shapes, in the model's order.
+    pub shapes: Vec<ShapeMismatch>,
+    /// In both, in an element type that the model's cannot hold without loss, in the model's order.
+    pub dtypes: Vec<DtypeMismatch>,
+}
+
+/// A tensor whose shape in the file is not the model's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShapeMismatch {
+    /// The tensor.
+    pub name: String,
+    /// Shape in the model.
+    pub expected: Vec<usize>,
+    /// Shape in the file.
+    pub found: Vec<usize>,
+}
+
+/// A tensor whose element type in the file is not what the model can take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DtypeMismatch {
+    /// The tensor.
+    pub name: String,
+    /// Element type in the model.
+    pub expected: String,
+    /// Element type in the file.
+    pub found: String,
+}
+
+/// A tensor of a file, to be held against a model's.
+#[derive(Clone, Debug)]
+pub struct FoundTensor<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its dims, outermost first.
+    pub shape: &'a [usize],
+    /// Its element type, if that cannot be read.
+    pub unreadable: Option<String>,
+}
+
+impl Mismatch {
+    /// How the tensors that were found differ from a model's list of names and shapes.
+    pub fn between<'a, 'b>(
+        expected: impl IntoIterator<Item = (&'a str, &'a [usize])>,
+        found: impl IntoIterator<Item = FoundTensor<'b>>,
+    ) -> Mismatch {
+        let mut mismatch = Mismatch::default();
+        let mut found: BTreeMap<&str, FoundTensor<'b>> =
+            found.into_iter().map(|tensor| (tensor.name, tensor)).collect();
+        for (name, shape) in expected {
+            let Some(tensor) = found.remove(name) else {
+                mismatch.missing.push(name.to_owned());
+                continue;
+            };
+            if tensor.shape != shape {
+                let (expected, found) = (shape.to_vec(), tensor.shape.to_vec());
+                mismatch.shapes.push(ShapeMismatch { name: name.to_owned(), expected, found });
+            }
+            if let Some(found) = tensor.unreadable {
+                mismatch.dtypes.push(DtypeMismatch {
+                    name: name.to_owned(),
+                    expected: "a float".into(),
+                    found,
+                });
+            }
+        }
+        mismatch.unexpected = found.into_keys().map(str::to_owned).collect();
+        mismatch
+    }
+
+    /// Nothing differs.
+    pub fn is_empty(&self) -> bool {
+        let Mismatch { missing, unexpected, shapes, dtypes } = self;
+        missing.is_empty() && unexpected.is_empty() && shapes.is_empty() && dtypes.is_empty()
+    }
+}
+
+/// Names of one kind that a message lists: the rest is counted.
+const LISTED: usize = 8;
+
+impl fmt::Display for Mismatch {
+    /// One line a kind, each beginning with a line break.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shapes: Vec<String> = self
+            .shapes
+            .iter()
+            .map(|ShapeMismatch { name, expected, found }| {
+                format!("{name} (model {expected:?}, file {found:?})")
+            })
+            .collect();
+        let dtypes: Vec<String> = self
+            .dtypes
+            .iter()
+            .map(|DtypeMismatch { name, expected, found }| format!("{name} (model {expected}, file {found})"))
+            .collect();
+        for (kind, list) in [
+            ("missing", &self.missing),
+            ("unexpected", &self.unexpected),
+            ("of another shape", &shapes),
+            ("of another dtype", &dtypes),
+        ] {
+            if list.is_empty() {
+                continue;
+            }
+            let listed = list[..list.len().min(LISTED)].join(", ");
+            write!(f, "\n  {} {kind}: {listed}", list.len())?;
+            if list.len() > LISTED {
+                write!(f, " and {} more", list.len() - LISTED)?;
+            }
+        }
+        Ok(())
+    }
+}
