@@ -22,8 +22,8 @@
 //! # What all kernels keep
 //! - Results do not depend on the number of blocks or on timing: every sum has one order. On alignment only sums along
 //!   the rows of RMSNorm and of logits depend, within rounding.
-//! - Arithmetic is f32 (norms of gradients and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW, reductions,
-//!   rotary embedding, SwiGLU and the embedding's gradient give the bits of the CPU implementations.
+//! - Arithmetic is f32 (norms of gradients and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW,
+//!   reductions, rotary embedding, SwiGLU and the embedding's gradient give the bits of the CPU implementations.
 //! - Any length and offset is right; packs of four elements are used where addresses allow.
 //! - Indices are 64 bits wide.
 //!
