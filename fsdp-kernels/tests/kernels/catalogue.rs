@@ -267,9 +267,9 @@ fn of_one(dtype: Dtype, shift: Shift) -> Vec<Case> {
         ids: m.of(&ids),
         first: m.of(&[count, count - 1, count - 2]),
         end: m.of(&[count - 2, count - 1, count]),
-        drows: m.real(dtype, 900 * 6),
-        dweight: m.f32s(3 * 6),
-        dim: 6,
+        drows: m.real(dtype, 900 * 8),
+        dweight: m.f32s(3 * 8),
+        dim: 8,
         count,
         vocab: 3,
     };
