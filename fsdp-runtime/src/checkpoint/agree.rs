@@ -1,5 +1,6 @@
 //! Success or failure, the same on all ranks.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -7,12 +8,15 @@ use super::error::CheckpointError;
 use crate::comm::{Communicator, Phase, Tag, panic_text};
 use crate::engine::{Engine, Turn, Turns};
 use crate::error::{Error, Result};
+use crate::files::FileLocks;
 
 /// A group that saves or loads together.
 #[derive(Clone)]
 pub(super) struct Group {
     pub comm: Arc<dyn Communicator>,
     pub step: u64,
+    /// Of the directories that the run saves into.
+    pub locks: Arc<FileLocks>,
     turns: Arc<Turns>,
 }
 
@@ -39,6 +43,7 @@ impl Group {
         Group {
             comm: engine.checkpoint_comm.clone(),
             step: engine.state.lock().step,
+            locks: engine.checkpoint_locks.clone(),
             turns: engine.checkpoint_turns.clone(),
         }
     }
@@ -52,6 +57,16 @@ impl Group {
         self.comm.rank() == 0
     }
 
+    /// All ranks are in `what`, or it fails after the time-out. From here on each of them comes to every
+    /// [`Group::gather`], and is waited for as long as its disk takes.
+    pub fn meet(&self, what: &str) -> Result<()> {
+        Ok(self.comm.host_barrier(self.tag(what))?)
+    }
+
+    fn tag(&self, what: &str) -> Tag {
+        Tag { unit: what.into(), phase: Phase::Checkpoint, step: self.step }
+    }
+
     /// Every rank's bytes, if all ranks come with some; if any comes with an error, the error of the first that does,
     /// on all ranks.
     pub fn gather<E: Into<Error>>(&self, what: &str, own: Result<Vec<u8>, E>) -> Result<Vec<Vec<u8>>> {
@@ -60,8 +75,7 @@ impl Group {
             Ok(bytes) => [&[DONE][..], bytes].concat(),
             Err(error) => [&[FAILED][..], error.to_string().as_bytes()].concat(),
         };
-        let tag = Tag { unit: what.into(), phase: Phase::Checkpoint, step: self.step };
-        let all = self.comm.host_gather(tag, bytes)?;
+        let all = self.comm.host_gather_patiently(self.tag(what), bytes)?;
         let failed = all.iter().position(|bytes| bytes.first() == Some(&FAILED));
         let Some(rank) = failed else {
             return Ok(all.into_iter().map(|mut bytes| bytes.split_off(1)).collect());
@@ -74,6 +88,25 @@ impl Group {
                 Err(CheckpointError::OnRank { rank, message }.into())
             }
         }
+    }
+
+    /// Fails on all ranks if they are not about to do the same, or one of them cannot. `own` has the parts of what this
+    /// rank is to do, by name, and in words that follow `to_do`, which is as "to save".
+    pub fn agree(&self, to_do: &str, own: Result<BTreeMap<String, String>, CheckpointError>) -> Result<()> {
+        let encoded = own.map(|own| serde_json::to_vec(&own).expect("a map of strings is JSON"));
+        let all = self.gather(&format!("what {to_do}"), encoded)?;
+        let rank = self.comm.rank();
+        let Some(other) = all.iter().position(|theirs| *theirs != all[rank]) else { return Ok(()) };
+        let decode =
+            |bytes: &[u8]| -> BTreeMap<String, String> { serde_json::from_slice(bytes).unwrap_or_default() };
+        let (ours, theirs) = (decode(&all[rank]), decode(&all[other]));
+        let differing = ours.keys().chain(theirs.keys()).filter(|name| ours.get(*name) != theirs.get(*name));
+        let name = differing.min().map_or("", String::as_str);
+        let say = |parts: &BTreeMap<String, String>| match parts.get(name) {
+            Some(words) => format!("{to_do} {words}"),
+            None => format!("{to_do} no {name}"),
+        };
+        Err(Error::RanksDiffer { rank, ours: say(&ours), other, theirs: say(&theirs) })
     }
 
     /// Fails on all ranks if it failed on one.

@@ -1,6 +1,6 @@
 //! How a checkpoint comes to be in its directory, on the first rank.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -9,7 +9,7 @@ use super::disk::Disk;
 use super::error::CheckpointError;
 use super::index::{INDEX_FILE, Index};
 use super::store::{Checkpoints, Entry};
-use crate::files::FileError;
+use crate::files::{FileError, FileLock, FileLocks};
 
 /// Begins the names of what is being written or removed, and is no checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";
@@ -46,8 +46,6 @@ fn is_left_over(entry: &fs::DirEntry) -> bool {
 /// A save that has begun. Dropped, it takes back what it has made.
 pub(super) struct Commit<'a> {
     store: &'a Checkpoints,
-    /// Held until the save is over.
-    lock: Option<Lock>,
     step: u64,
     unfinished: PathBuf,
     /// What could not be removed of what others have left.
@@ -56,18 +54,18 @@ pub(super) struct Commit<'a> {
 }
 
 impl<'a> Commit<'a> {
-    /// Keeps other programs out, removes what killed ones have left, and makes the directory to write to.
-    pub fn begin(store: &'a Checkpoints, step: u64) -> Result<Self, CheckpointError> {
+    /// Keeps other runs out, removes what killed ones have left, and makes the directory to write to.
+    pub fn begin(store: &'a Checkpoints, locks: &FileLocks, step: u64) -> Result<Self, CheckpointError> {
         let (disk, directory) = (&store.disk, &store.directory);
         disk.create_directories(directory)?;
-        let lock = lock(disk, directory)?;
+        lock(disk, locks, directory)?;
         if let Some(latest) = store.entries()?.pop().filter(|latest| latest.step > step) {
             return Err(CheckpointError::NotLatest { path: directory.clone(), latest: latest.step, step });
         }
         let left = remove_left_over(disk, directory)?;
         let unfinished = directory.join(unfinished_name(&name(step, 0)));
         disk.create_directory(&unfinished)?;
-        Ok(Commit { store, lock, step, unfinished, left, complete: false })
+        Ok(Commit { store, step, unfinished, left, complete: false })
     }
 
     /// Name of the directory to write to.
@@ -95,7 +93,7 @@ impl<'a> Commit<'a> {
         self.complete = true;
         disk.sync_directory(directory)?;
         let (step, left) = (self.step, self.left.take());
-        Ok(Complete { store: self.store, _lock: self.lock.take(), step, name, earlier, left })
+        Ok(Complete { store: self.store, step, name, earlier, left })
     }
 }
 
@@ -111,7 +109,6 @@ impl Drop for Commit<'_> {
 /// A save whose checkpoint is in its place.
 pub(super) struct Complete<'a> {
     store: &'a Checkpoints,
-    _lock: Option<Lock>,
     step: u64,
     name: String,
     /// The checkpoints that there were before.
@@ -128,8 +125,9 @@ impl Complete<'_> {
     /// Removes what the checkpoint replaces and what is not to be kept; goes on after an error, and returns the first.
     pub fn remove_old(self) -> Result<(), CheckpointError> {
         let (disk, directory) = (&self.store.disk, &self.store.directory);
-        let (mut old, others): (Vec<Entry>, Vec<Entry>) =
-            self.earlier.into_iter().partition(|entry| entry.step == self.step);
+        // What is damaged is no checkpoint to keep, and its user's to look into.
+        let sound = self.earlier.into_iter().filter(|entry| entry.path.join(INDEX_FILE).is_file());
+        let (mut old, others): (Vec<Entry>, Vec<Entry>) = sound.partition(|entry| entry.step == self.step);
         if let Some(keep) = self.store.keep {
             let surplus = (others.len() + 1).saturating_sub(keep);
             old.extend(others.into_iter().take(surplus));
@@ -155,31 +153,20 @@ impl Complete<'_> {
     }
 }
 
-/// Keeps out other programs, and other saves of this one, while it lives.
-struct Lock(File);
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        // To close the file is not enough: a child process that another thread is starting holds it too, until it runs
-        // its program.
-        let _ = self.0.unlock();
-    }
-}
-
-/// None on a file system without locks.
-fn lock(disk: &Disk, directory: &Path) -> Result<Option<Lock>, CheckpointError> {
+/// Keeps other runs out of the directory, until the run that `locks` is of is gone. A file system without locks keeps out
+/// none.
+fn lock(disk: &Disk, locks: &FileLocks, directory: &Path) -> Result<(), CheckpointError> {
+    let canonical = fs::canonicalize(directory).map_err(FileError::on("open", directory))?;
     let path = directory.join(LOCK_FILE);
-    let file =
-        disk.run("open", &path, || File::options().write(true).create(true).truncate(false).open(&path))?;
-    let locked = disk.run("lock", &path, || match file.try_lock() {
-        Ok(()) => Ok(true),
-        Err(TryLockError::WouldBlock) => Ok(false),
-        Err(TryLockError::Error(error)) => Err(error),
+    let held = locks.hold(&canonical.join(LOCK_FILE), || {
+        let open = || File::options().write(true).create(true).truncate(false).open(&path);
+        let file = disk.run("open", &path, open)?;
+        disk.run("lock", &path, || FileLock::acquire(file))
     });
-    match locked {
-        Ok(true) => Ok(Some(Lock(file))),
+    match held {
+        Ok(true) => Ok(()),
         Ok(false) => Err(CheckpointError::Busy { path: directory.to_path_buf() }),
-        Err(CheckpointError::File(error)) if error.source.kind() == io::ErrorKind::Unsupported => Ok(None),
+        Err(CheckpointError::File(error)) if error.source.kind() == io::ErrorKind::Unsupported => Ok(()),
         Err(error) => Err(error),
     }
 }
@@ -215,16 +202,5 @@ mod tests {
         }
         assert_eq!(parse_name("step-00000001-18446744073709551615"), None);
         assert_eq!(parse_name(".unfinished-step-00000001"), None);
-    }
-
-    #[test]
-    fn a_lock_ends_with_its_save_though_a_child_process_has_the_file_too() {
-        let dir = tempfile::tempdir().unwrap();
-        let held = lock(&Disk::default(), dir.path()).unwrap().unwrap();
-        let of_child = held.0.try_clone().unwrap();
-        assert!(matches!(lock(&Disk::default(), dir.path()), Err(CheckpointError::Busy { .. })));
-        drop(held);
-        assert!(lock(&Disk::default(), dir.path()).unwrap().is_some());
-        drop(of_child);
     }
 }

@@ -70,6 +70,28 @@ pub enum CheckpointError {
         /// All differences, by section.
         sections: Vec<(String, Mismatch)>,
     },
+    /// The checkpoint is of training with another optimizer.
+    #[error("checkpoint `{}` does not fit: its optimizer is {found}, expected {expected}", .path.display())]
+    OtherOptimizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Name of its optimizer's rule.
+        found: String,
+        /// That of the one to be restored.
+        expected: String,
+    },
+    /// What rank 0 has in memory is of another model.
+    #[error("the full state of rank 0 does not fit:{}", .mismatch)]
+    OtherState {
+        /// All differences.
+        mismatch: Box<Mismatch>,
+    },
+    /// A checkpoint that is no longer there.
+    #[error("checkpoint `{}` was removed while it was read", .path.display())]
+    Removed {
+        /// The checkpoint.
+        path: PathBuf,
+    },
     /// State that a checkpoint does not have.
     #[error("checkpoint `{}` has no {what}: it has {present}", .path.display())]
     Absent {
@@ -80,8 +102,8 @@ pub enum CheckpointError {
         /// What there is of the kind.
         present: String,
     },
-    /// Another program, or another part of this one, is saving into the same directory.
-    #[error("`{}` is being written to by another program: every run needs a directory of its own", .path.display())]
+    /// Another model, of this program or another one, has saved into the directory and is still there: it may go on.
+    #[error("`{}` is that of another run, which has not ended: every run needs a directory of its own", .path.display())]
     Busy {
         /// The directory.
         path: PathBuf,

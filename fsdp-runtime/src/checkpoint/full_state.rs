@@ -94,7 +94,7 @@ impl<M: FsdpUnit> Fsdp<M> {
     /// Every rank must call it.
     ///
     /// # Errors
-    /// If rank 0 has no tensors, or (with `strict`) they do not fit, and then nothing has changed; those of the
+    /// If the ranks' `strict` differs, if rank 0 has no tensors, or (with `strict`) they do not fit, and then nothing has changed; those of the
     /// broadcasts.
     pub fn load_full_state_dict(
         &mut self,
@@ -105,6 +105,9 @@ impl<M: FsdpUnit> Fsdp<M> {
         let group = Group::of(&engine);
         let turn = group.turn();
         turn.wait();
+        group.meet("the load of a full state")?;
+        let how = if strict { "all of a full state" } else { "what fits of a full state" };
+        group.agree("to load", Ok(BTreeMap::from([("strict".to_owned(), how.to_owned())])))?;
         let buffers = buffer_list(self.module());
         let expected = model_tensors(&engine, &buffers);
         let empty = BTreeMap::new();
@@ -118,8 +121,7 @@ impl<M: FsdpUnit> Fsdp<M> {
         let stored: Section = serde_json::from_slice(&stored).map_err(unreadable)?;
         let wrong = mismatch(&expected, &stored);
         if strict && !wrong.is_empty() {
-            let (path, sections) = ("full state dict".into(), vec![("model".to_owned(), wrong)]);
-            return Err(CheckpointError::Mismatch { path, sections }.into());
+            return Err(CheckpointError::OtherState { mismatch: Box::new(wrong) }.into());
         }
         engine.reset_step()?;
         let left_out = left_out(Some(&wrong));

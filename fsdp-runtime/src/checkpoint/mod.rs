@@ -12,8 +12,8 @@
 //! and the buffers, `optimizer.exp_avg` and so on the optimizer's state, other names averages of the weights. Their names
 //! are those of the parameters; of a tied parameter its first one; of a fused parameter those of its parts.
 //!
-//! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. At the
-//! same number of ranks, training goes on bit for bit; at another one, to the order of sums.
+//! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. On the same
+//! mesh, with the same strategy and alignment of shards, training goes on bit for bit; else to the order of sums.
 //!
 //! The program `examples/fsdp-checkpoint.rs` shows checkpoints, verifies, compares and exports them.
 
@@ -25,6 +25,7 @@ mod disk;
 mod error;
 mod expected;
 mod finite;
+mod fit;
 mod full_state;
 mod index;
 mod open_files;

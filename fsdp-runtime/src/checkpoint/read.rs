@@ -8,6 +8,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
+use super::commit::parse_name;
 use super::error::CheckpointError;
 use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor, escaped};
 use super::open_files::{OpenFiles, open_regular, regular_length};
@@ -248,6 +249,12 @@ fn read_index(directory: &Path) -> Result<(Index, u32), CheckpointError> {
     let path = directory.join(INDEX_FILE);
     let file = match open_regular(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && directory.is_dir() => {
+            let name = directory.file_name().and_then(|name| name.to_str());
+            if name.is_some_and(|name| parse_name(name).is_some()) {
+                let reason = "it is not there, though a checkpoint gets its name only when it is complete: it was damaged \
+                              since";
+                return Err(CheckpointError::Malformed { path, reason: reason.into() });
+            }
             return Err(CheckpointError::NotACheckpoint { path: directory.to_path_buf() });
         }
         opened => opened.map_err(FileError::on("open", &path))?,

@@ -1,8 +1,7 @@
 //! A checkpoint back into a model, at any number of ranks.
 
-use std::collections::HashSet;
 use std::marker::PhantomData;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Tensor;
@@ -10,15 +9,15 @@ use candle_core::Tensor;
 use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
-use super::expected::{Expected, frozen_tensors, left_out, mismatch, model_tensors};
-use super::index::{INDEX_FILE, MAX_STEPS, Section, StoredDtype};
+use super::expected::left_out;
+use super::fit::Fit;
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
 use crate::error::{Error, Result};
 use crate::files::Mismatch;
-use crate::spec::{LogicalTensor, TensorPiece};
+use crate::spec::TensorPiece;
 
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
 /// each rank reads the elements that it holds.
@@ -26,13 +25,15 @@ use crate::spec::{LogicalTensor, TensorPiece};
 /// By default it must have exactly the tensors of what is restored, in their shapes, and in dtypes that lose nothing;
 /// see [`Restore::strict`].
 pub struct Restore<'a> {
-    engine: Arc<Engine>,
-    buffers: Vec<(String, &'a Tensor)>,
-    optimizer: Option<&'a mut dyn OptimizerState>,
-    averages: Vec<(String, &'a mut Ema)>,
-    strict: bool,
-    frozen: bool,
-    verified: bool,
+    pub(super) engine: Arc<Engine>,
+    pub(super) buffers: Vec<(String, &'a Tensor)>,
+    pub(super) optimizer: Option<&'a mut dyn OptimizerState>,
+    pub(super) averages: Vec<(String, &'a mut Ema)>,
+    pub(super) strict: bool,
+    pub(super) frozen: bool,
+    pub(super) verified: bool,
+    /// What was wrong with how it was asked for.
+    error: Option<String>,
     borrowed: PhantomData<&'a mut ()>,
 }
 
@@ -65,6 +66,7 @@ impl<'a> Restore<'a> {
             strict: true,
             frozen: true,
             verified: false,
+            error: None,
             borrowed: PhantomData,
         }
     }
@@ -72,7 +74,11 @@ impl<'a> Restore<'a> {
     /// Restores the optimizer too: its state, its counts of steps, its learning rate; and, as training goes on where it
     /// was, the model's step and the seed of its random streams.
     pub fn optimizer(mut self, optimizer: &'a mut dyn OptimizerState) -> Self {
-        self.optimizer = Some(optimizer);
+        if self.optimizer.replace(optimizer).is_some() {
+            self.error.get_or_insert(
+                "a model is restored with one optimizer: `Restore::optimizer` was called twice".into(),
+            );
+        }
         self
     }
 
@@ -83,7 +89,8 @@ impl<'a> Restore<'a> {
     }
 
     /// With `false`, loads what fits, converts what is of another float dtype, leaves the rest as it is and says so in
-    /// [`Restored::skipped`].
+    /// [`Restored::skipped`]. Where the checkpoint has no optimizer or another one, the optimizer is left as it is, and
+    /// with it the model's step and seed; where it has no such average, the average.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
         self
@@ -108,20 +115,25 @@ impl<'a> Restore<'a> {
     /// Every rank must call it.
     ///
     /// # Errors
-    /// The same on all ranks: if the checkpoint cannot be opened on one of them, or it does not fit, and then nothing
+    /// The same on all ranks: if the ranks are not to restore the same, if the checkpoint cannot be opened on one of them, or it does not fit, and then nothing
     /// has changed; if its data turn out to be damaged, and then the state is partly the old one: restore another
     /// before training goes on, or ask for [`Restore::verified`].
-    pub fn from(self, directory: impl AsRef<Path>) -> Result<Restored> {
+    pub fn from(mut self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;
         let group = Group::of(&engine);
         let turn = group.turn();
         turn.wait();
+        group.meet("a restore")?;
         self.in_group(&group, directory.as_ref())
     }
 
-    fn in_group(mut self, group: &Group, directory: &Path) -> Result<Restored> {
+    fn in_group(&mut self, group: &Group, directory: &Path) -> Result<Restored> {
         let engine = self.engine.clone();
+        group.agree(
+            "to restore",
+            self.error.take().map_or_else(|| Ok(self.parts()), |error| Err(CheckpointError::Usage(error))),
+        )?;
         let opened = Checkpoint::open(directory);
         let digest = opened.as_ref().map(|checkpoint| checkpoint.digest().to_le_bytes().to_vec());
         let digests = group.gather("the checkpoint", digest.map_err(|error| Error::Usage(error.to_string())));
@@ -138,12 +150,7 @@ impl<'a> Restore<'a> {
             return Err(Error::RanksDiffer { rank, ours: index(rank), other, theirs: index(other) });
         }
 
-        let (skipped, unused) = self.compare(&checkpoint)?;
-        if self.strict && !skipped.is_empty() {
-            let path = checkpoint.path().to_path_buf();
-            return Err(CheckpointError::Mismatch { path, sections: skipped }.into());
-        }
-        let values = self.check_values(&checkpoint)?;
+        let fit = group.all_done("how the checkpoint fits", self.compare(&checkpoint))?;
 
         if self.verified {
             let (index, ranks) = (checkpoint.index(), group.comm.size());
@@ -152,95 +159,28 @@ impl<'a> Restore<'a> {
         }
 
         engine.reset_step()?;
-        group.all_done("the restored state", self.read(&checkpoint, &skipped))?;
+        group.all_done("the restored state", self.read(&checkpoint, &fit))?;
+        let Fit { optimizer, updates, skipped, unused } = fit;
 
-        if let (Some(optimizer), Some(value)) = (&mut self.optimizer, values.optimizer) {
+        if let (Some(optimizer), Some(value)) = (&mut self.optimizer, optimizer) {
             optimizer.set_value(ModelRef(&engine), &value);
             let mut state = engine.state.lock();
             (state.step, state.seed) = (checkpoint.step(), checkpoint.index().seed);
         }
-        for ((_, average), updates) in self.averages.iter_mut().zip(values.updates) {
-            average.set_updates(updates);
+        for ((_, average), updates) in self.averages.iter_mut().zip(updates) {
+            if let Some(updates) = updates {
+                average.set_updates(updates);
+            }
         }
         engine.note_event(format!("after restoring a checkpoint of step {}", checkpoint.step()));
         Ok(Restored { checkpoint, skipped, unused })
     }
 
-    /// What is wrong with each section that is to be restored, and which sections are not.
-    fn compare(&self, checkpoint: &Checkpoint) -> Result<(Mismatches, Vec<String>)> {
-        let engine = &*self.engine;
-        let left = if self.frozen { HashSet::new() } else { frozen_tensors(engine) };
-        let mut model = model_tensors(engine, &self.buffers);
-        model.retain(|tensor| !left.contains(tensor.name.as_str()));
-        let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), model)];
-        let mut add = |section: String, params: &[usize]| -> Result<()> {
-            if expected.iter().any(|(known, _)| *known == section) {
-                return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
-            }
-            let tensors = params.iter().flat_map(|&param| engine.layout.params[param].tensors());
-            let f32 = |tensor: LogicalTensor<'_>| Expected {
-                name: tensor.name.to_owned(),
-                shape: tensor.shape,
-                dtype: StoredDtype::F32,
-                exact: false,
-            };
-            expected.push((section, tensors.map(f32).collect()));
-            Ok(())
-        };
-        if let Some(optimizer) = &self.optimizer {
-            optimizer.check_model(ModelRef(engine))?;
-            for state in optimizer.states(ModelRef(engine)) {
-                add(format!("{OPTIMIZER}.{}", state.name), &state.params)?;
-            }
-        }
-        for (name, average) in &self.averages {
-            average.check(engine)?;
-            add(name.clone(), &average.held(engine).params)?;
-        }
-        let stored = &checkpoint.index().tensors;
-        let none = Section::new();
-        let mut wrong = Vec::new();
-        for (section, expected) in &expected {
-            let mut mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
-            if section == MODEL {
-                mismatch.unexpected.retain(|name| !left.contains(name.as_str()));
-            }
-            if !mismatch.is_empty() {
-                wrong.push((section.clone(), mismatch));
-            }
-        }
-        let unused = stored.keys().filter(|section| !expected.iter().any(|(known, _)| known == *section));
-        Ok((wrong, unused.cloned().collect()))
-    }
-
-    /// The values that go with what is to be restored.
-    fn check_values(&self, checkpoint: &Checkpoint) -> Result<Values> {
-        let malformed =
-            |reason| CheckpointError::Malformed { path: checkpoint.path().join(INDEX_FILE), reason };
-        let optimizer = match &self.optimizer {
-            None => None,
-            Some(optimizer) => {
-                let value: serde_json::Value = checkpoint.value(OPTIMIZER)?;
-                optimizer.check_value(&value).map_err(malformed)?;
-                Some(value)
-            }
-        };
-        let updates = |(name, _): &(String, _)| -> Result<u64> {
-            let updates = checkpoint.value::<u64>(name)?;
-            if updates > MAX_STEPS {
-                let reason = format!("its average `{name}` has {updates} updates, more than {MAX_STEPS}");
-                return Err(malformed(reason).into());
-            }
-            Ok(updates)
-        };
-        Ok(Values { optimizer, updates: self.averages.iter().map(updates).collect::<Result<_>>()? })
-    }
-
     /// Fills what this rank holds.
-    fn read(&mut self, checkpoint: &Checkpoint, skipped: &[(String, Mismatch)]) -> Result<()> {
+    fn read(&self, checkpoint: &Checkpoint, fit: &Fit) -> Result<()> {
         let engine = &*self.engine;
         let left_out = |section: &str| {
-            left_out(skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch))
+            left_out(fit.skipped.iter().find(|(wrong, _)| wrong == section).map(|(_, mismatch)| mismatch))
         };
         let out = left_out(MODEL);
         let frozen = self.frozen;
@@ -276,24 +216,18 @@ impl<'a> Restore<'a> {
             }
             Ok(())
         };
-        if let Some(optimizer) = &self.optimizer {
+        if let Some(optimizer) = self.optimizer.as_ref().filter(|_| fit.optimizer.is_some()) {
             for state in optimizer.states(ModelRef(engine)) {
                 fill(&format!("{OPTIMIZER}.{}", state.name), state.pieces)?;
             }
         }
-        for (name, average) in &self.averages {
-            fill(name, average.held(engine).pieces)?;
+        for ((name, average), updates) in self.averages.iter().zip(&fit.updates) {
+            if updates.is_some() {
+                fill(name, average.held(engine).pieces)?;
+            }
         }
         Ok(())
     }
-}
-
-/// By section.
-type Mismatches = Vec<(String, Mismatch)>;
-
-struct Values {
-    optimizer: Option<serde_json::Value>,
-    updates: Vec<u64>,
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -301,28 +235,42 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Checkpoints {
-    /// Restores the latest complete checkpoint; `None` if there is none. The first rank decides which it is.
+    /// Restores the latest checkpoint; `None` if there is none. The first rank decides which it is. It may be of a run that
+    /// goes on: if that removes it meanwhile, the next one is restored.
     ///
     /// Every rank must call it.
     ///
     /// # Errors
     /// As for [`Restore::from`].
-    pub fn restore_latest(&self, restore: Restore<'_>) -> Result<Option<Restored>> {
+    pub fn restore_latest(&self, mut restore: Restore<'_>) -> Result<Option<Restored>> {
         let engine = restore.engine.clone();
         engine.settle()?;
         let group = Group::of(&engine);
         let turn = group.turn();
         turn.wait();
+        group.meet("a restore")?;
+        let mut latest = self.agree_on_latest(&group)?;
+        while let Some(directory) = latest {
+            let error = match restore.in_group(&group, &directory) {
+                Err(error @ Error::Checkpoint(_)) => error,
+                outcome => return outcome.map(Some),
+            };
+            let is_gone = || Ok::<_, Error>(vec![u8::from(!directory.exists())]);
+            if group.by_first("whether the checkpoint is gone", is_gone)? != [1] {
+                return Err(error);
+            }
+            latest = Some(self.agree_on_latest(&group)?.ok_or(error)?);
+        }
+        Ok(None)
+    }
+
+    /// The latest checkpoint, in this rank's view of the directory.
+    fn agree_on_latest(&self, group: &Group) -> Result<Option<PathBuf>> {
         let name = group.by_first("the latest checkpoint", || -> Result<Vec<u8>> {
             let latest = self.latest()?;
-            let name =
-                latest.as_deref().and_then(Path::file_name).map(|name| name.as_encoded_bytes().to_vec());
-            Ok(name.unwrap_or_default())
+            let name = latest.as_deref().and_then(Path::file_name);
+            Ok(name.map(|name| name.as_encoded_bytes().to_vec()).unwrap_or_default())
         })?;
-        if name.is_empty() {
-            return Ok(None);
-        }
-        let directory = self.directory().join(String::from_utf8_lossy(&name).into_owned());
-        restore.in_group(&group, &directory).map(Some)
+        Ok((!name.is_empty()).then(|| self.directory().join(String::from_utf8_lossy(&name).into_owned())))
     }
 }

@@ -32,13 +32,31 @@ pub trait OptimizerState: sealed::Sealed {
     #[doc(hidden)]
     fn value(&self, model: ModelRef<'_>) -> Value;
 
+    /// Names of its rules.
+    #[doc(hidden)]
+    fn rules(&self) -> String;
+
     /// Whether [`OptimizerState::set_value`] would take it.
     #[doc(hidden)]
-    fn check_value(&self, value: &Value) -> Result<(), String>;
+    fn check_value(&self, value: &Value) -> Result<(), Unfit>;
 
     /// Goes on from a value that was checked.
     #[doc(hidden)]
     fn set_value(&mut self, model: ModelRef<'_>, value: &Value);
+}
+
+/// Why an optimizer cannot go on from a value.
+#[derive(Debug)]
+pub enum Unfit {
+    /// It is an optimizer's of these rules.
+    OtherRules(String),
+    /// It is none, and why.
+    Malformed(String),
+}
+
+/// Names of the rule for elements, and of the one for whole parameters.
+fn rules(rule: &str, owner_rule: Option<&str>) -> String {
+    owner_rule.map_or_else(|| rule.to_owned(), |owner| format!("{owner} with {rule}"))
 }
 
 /// Counters and settings of an optimizer.
@@ -76,30 +94,32 @@ impl OptimizerValue {
         }
     }
 
-    fn read(value: &Value, rule: &str, owner_rule: Option<&str>) -> Result<Self, String> {
+    /// The value of an optimizer of these rules.
+    fn read(value: &Value, expected: &str) -> Result<Self, Unfit> {
         let read: OptimizerValue = serde_json::from_value(value.clone()).map_err(|error| {
-            format!("its value `optimizer` is not an optimizer's: {}", escaped(&error.to_string()))
+            let error = escaped(&error.to_string());
+            Unfit::Malformed(format!("its value `optimizer` is not an optimizer's: {error}"))
         })?;
-        let describe = |rule: &str, owner: Option<&str>| match owner {
-            Some(owner) => format!("{owner} with {rule}"),
-            None => rule.to_owned(),
-        };
-        let (found, expected) =
-            (describe(&read.rule, read.owner_rule.as_deref()), describe(rule, owner_rule));
+        let found = rules(&read.rule, read.owner_rule.as_deref());
         if found != expected {
-            return Err(format!("its optimizer is {}, expected {expected}", escaped(&found)));
+            return Err(Unfit::OtherRules(escaped(&found)));
         }
-        let rates = [Some(read.learning_rate), read.owner_learning_rate];
+        read.check().map_err(Unfit::Malformed)
+    }
+
+    /// What can be true.
+    fn check(self) -> Result<Self, String> {
+        let rates = [Some(self.learning_rate), self.owner_learning_rate];
         if let Some(rate) = rates.into_iter().flatten().find(|rate| !rate.is_finite() || *rate < 0.0) {
             return Err(format!(
                 "its optimizer has a learning rate of {rate}, expected a finite one of at least 0"
             ));
         }
-        let steps = read.param_steps.values().chain([&read.steps]).max();
+        let steps = self.param_steps.values().chain([&self.steps]).max();
         if let Some(steps) = steps.filter(|steps| **steps > MAX_STEPS) {
             return Err(format!("its optimizer has taken {steps} steps, more than {MAX_STEPS}"));
         }
-        Ok(read)
+        Ok(self)
     }
 
     fn counts(&self, engine: &Engine) -> StepCounts {
@@ -130,12 +150,16 @@ impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
         to_value(OptimizerValue::new(model.0, self))
     }
 
-    fn check_value(&self, value: &Value) -> Result<(), String> {
-        OptimizerValue::read(value, self.rule().name(), None).map(drop)
+    fn rules(&self) -> String {
+        rules(self.rule().name(), None)
+    }
+
+    fn check_value(&self, value: &Value) -> Result<(), Unfit> {
+        OptimizerValue::read(value, &self.rules()).map(drop)
     }
 
     fn set_value(&mut self, model: ModelRef<'_>, value: &Value) {
-        if let Ok(read) = OptimizerValue::read(value, self.rule().name(), None) {
+        if let Ok(read) = OptimizerValue::read(value, &self.rules()) {
             self.set_step_counts(read.counts(model.0));
             self.set_learning_rate(read.learning_rate);
         }
@@ -170,12 +194,16 @@ impl<R: OwnerRule, O: Optimizer> OptimizerState for OwnerOptimizer<R, O> {
         })
     }
 
-    fn check_value(&self, value: &Value) -> Result<(), String> {
-        OptimizerValue::read(value, self.rest().name(), Some(self.rule().name())).map(drop)
+    fn rules(&self) -> String {
+        rules(self.rest().name(), Some(self.rule().name()))
+    }
+
+    fn check_value(&self, value: &Value) -> Result<(), Unfit> {
+        OptimizerValue::read(value, &self.rules()).map(drop)
     }
 
     fn set_value(&mut self, model: ModelRef<'_>, value: &Value) {
-        if let Ok(read) = OptimizerValue::read(value, self.rest().name(), Some(self.rule().name())) {
+        if let Ok(read) = OptimizerValue::read(value, &self.rules()) {
             self.rest_optimizer_mut().set_step_counts(read.counts(model.0));
             self.set_rest_learning_rate(read.learning_rate);
             if let Some(learning_rate) = read.owner_learning_rate {

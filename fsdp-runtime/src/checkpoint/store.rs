@@ -6,12 +6,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::agree::{Group, caught};
+use super::agree::caught;
 use super::commit::{Commit, UNFINISHED, parse_name};
 use super::contents::{Contents, Piece, Prepared};
 use super::disk::Disk;
 use super::error::CheckpointError;
-use super::index::{INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
+use super::index::{Index, Section, StoredDtype, StoredTensor};
 use super::write::{self, Manifest};
 use crate::error::Result;
 use crate::files::FileError;
@@ -21,7 +21,7 @@ use crate::files::FileError;
 /// A checkpoint is written beside its place and renamed when every rank's part is on the disk: what has the name is
 /// complete, and a program that is killed at any moment leaves the earlier ones as they were. The next save removes what
 /// it was writing, which has a name that begins with `.unfinished-`. With several hosts, all must see the same
-/// directory. Files and directories of other names are left alone.
+/// directory. Files and directories of other names are left alone. A disk may be slow: its work is under no time-out.
 ///
 /// ```
 /// use fsdp_runtime::checkpoint::{Checkpoints, Contents, Restore};
@@ -55,7 +55,7 @@ pub struct Checkpoints {
     pub(super) disk: Disk,
 }
 
-/// A complete checkpoint in a [`Checkpoints`] directory.
+/// A checkpoint in a [`Checkpoints`] directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
     /// Optimizer steps taken.
@@ -96,7 +96,8 @@ impl Checkpoints {
         &self.directory
     }
 
-    /// The complete checkpoints, oldest first; none if the directory does not exist. Local.
+    /// The checkpoints, oldest first; none if the directory does not exist. One that was damaged after its save is among
+    /// them, even without its index: to open it tells so. Local.
     ///
     /// # Errors
     /// If the directory cannot be read.
@@ -109,13 +110,15 @@ impl Checkpoints {
         for path in self.paths()? {
             let named = path.file_name().and_then(|name| name.to_str()).and_then(parse_name);
             let Some((step, repeat)) = named else { continue };
-            let index = path.join(INDEX_FILE);
-            // One that cannot be looked at is not passed over: training would go on from an earlier one.
-            match fs::metadata(&index) {
-                Ok(index) if index.is_file() => entries.push(Entry { step, repeat, path }),
-                Ok(_) => {}
-                Err(error) if is_absent(&error) => {}
-                Err(error) => return Err(FileError::on("read", &index)(error).into()),
+            // One without an index, or that cannot be looked at, is not passed over: training would go on from an
+            // earlier one.
+            match fs::symlink_metadata(&path) {
+                // It was removed since.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                found => {
+                    found.map_err(FileError::on("read", &path))?;
+                    entries.push(Entry { step, repeat, path });
+                }
             }
         }
         entries.sort();
@@ -148,7 +151,7 @@ impl Checkpoints {
         Ok(unfinished.collect())
     }
 
-    /// The latest complete checkpoint, if there is one. Local: ranks that load together call
+    /// The latest checkpoint, if there is one, damaged or not: to open it tells so. Local: ranks that load together call
     /// [`Checkpoints::restore_latest`].
     ///
     /// # Errors
@@ -161,6 +164,9 @@ impl Checkpoints {
     /// the others, without a gather; what several ranks have is written by one. When this returns the checkpoint is
     /// complete and on the disk; if it fails, on all ranks, the earlier ones are as they were.
     ///
+    /// The first save makes the directory that of the model's run: until the model and its saves are gone, no other model
+    /// can save there, in this program or another one (file systems without locks do not keep them out).
+    ///
     /// A second checkpoint of the same step replaces the first once it is complete. One of an earlier step than the
     /// latest is refused, as it would not be the one to go on from: a run that goes back saves into another directory, or
     /// its user removes what it has given up.
@@ -168,7 +174,7 @@ impl Checkpoints {
     /// Every rank must call it. It waits for saves of the model that are under way in the background.
     ///
     /// # Errors
-    /// If the ranks' small state differs, if another program saves into the directory, if it has a later checkpoint, if
+    /// If the ranks' small state differs, if the directory is that of another run ([`CheckpointError::Busy`]), if it has a later checkpoint, if
     /// anything cannot be written; if an old checkpoint cannot be removed ([`CheckpointError::NotRemoved`]: the new one
     /// is complete). The same on all ranks, and training can go on.
     pub fn save(&self, contents: Contents<'_>) -> Result<PathBuf> {
@@ -185,13 +191,12 @@ impl Checkpoints {
                 .then(|| CheckpointError::Usage("at least one checkpoint must be kept, not 0".into()))
         });
         // What is small is the same on all ranks, or a load would give some of them the state of others.
-        let values = wrong.map_or_else(|| Ok(encode_values(&contents.values)), Err);
-        let values = group.gather("what to save", values)?;
-        agree_on_values(group, &values)?;
+        group.meet("a save")?;
+        group.agree("to save", wrong.map_or_else(|| Ok(parts(&contents)), Err))?;
 
         let mut commit = None;
         let name = group.by_first("the place to save to", || -> Result<_, CheckpointError> {
-            let begun = Commit::begin(self, group.step)?;
+            let begun = Commit::begin(self, &group.locks, group.step)?;
             let name = begun.unfinished_name().into_bytes();
             commit = Some(begun);
             Ok(name)
@@ -238,24 +243,17 @@ impl Checkpoints {
     }
 }
 
-fn is_absent(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
-}
-
-fn encode_values(values: &BTreeMap<String, serde_json::Value>) -> Vec<u8> {
-    let lines: Vec<String> = values.iter().map(|(name, value)| format!("`{name}` = {value}")).collect();
-    lines.join("\n").into_bytes()
-}
-
-fn agree_on_values(group: &Group, values: &[Vec<u8>]) -> Result<()> {
-    let rank = group.comm.rank();
-    let Some(other) = values.iter().position(|theirs| *theirs != values[rank]) else { return Ok(()) };
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let (ours, theirs) = (text(&values[rank]), text(&values[other]));
-    let differ = ours.lines().zip(theirs.lines()).find(|(ours, theirs)| ours != theirs);
-    let (ours, theirs) = differ.map_or(("other values", "other values"), |(ours, theirs)| (ours, theirs));
-    let (ours, theirs) = (format!("to save {ours}"), format!("to save {theirs}"));
-    Err(crate::Error::RanksDiffer { rank, ours, other, theirs })
+/// What a rank is to save, in words.
+fn parts(contents: &Prepared) -> BTreeMap<String, String> {
+    let values = contents.values.iter().map(|(name, value)| {
+        let name = format!("`{name}`");
+        (name.clone(), format!("{name} = {value}"))
+    });
+    let sections = contents.sections.iter().map(|(name, tensors)| {
+        let name = format!("section `{name}`");
+        (name.clone(), format!("{name} of {} tensors", tensors.len()))
+    });
+    values.chain(sections).collect()
 }
 
 fn encode(directory: &Path, manifest: &Manifest) -> Result<Vec<u8>, CheckpointError> {

@@ -8,6 +8,8 @@ use super::error::CheckpointError;
 use super::index::{BLOCK, Index, StoredFile, StoredPart};
 use super::open_files::open_regular;
 use super::read::Checkpoint;
+#[cfg(doc)]
+use super::store::Checkpoints;
 use crate::files::FileError;
 
 /// A part of a tensor, and whose it is.
@@ -22,7 +24,8 @@ struct Place<'a> {
 impl Index {
     /// Reads the checkpoint in `directory`, of which this is the index, whole, and checks it; calls `progress(bytes)` as
     /// it goes. Returns all that is wrong, by file and offset: files that cannot be read or have another length,
-    /// blocks that are not what was written. Local.
+    /// blocks that are not what was written; of a checkpoint that was removed meanwhile, as [`Checkpoints::keep`] does, no
+    /// more than [`CheckpointError::Removed`]. Local.
     ///
     /// It finds what is wrong with a checkpoint that [`Checkpoint::open`] refuses.
     pub fn verify(&self, directory: &Path, progress: impl FnMut(u64)) -> Vec<CheckpointError> {
@@ -54,6 +57,9 @@ impl Index {
             let path = directory.join(&file.name);
             match Verified::open(&path, file) {
                 Ok(mut file) => file.check(&places, &mut wrong, &mut progress),
+                Err(error) if error.source.kind() == io::ErrorKind::NotFound && !directory.exists() => {
+                    return vec![CheckpointError::Removed { path: directory.to_path_buf() }];
+                }
                 Err(error) => wrong.push(error.into()),
             }
         }
@@ -65,10 +71,13 @@ impl Checkpoint {
     /// Reads everything and checks it, as [`Index::verify`]. Returns all that is wrong. Local.
     ///
     /// # Errors
-    /// If a file cannot be read.
+    /// If a file cannot be read, or the checkpoint was removed meanwhile.
     pub fn verify(&self, progress: impl FnMut(u64)) -> Result<Vec<CheckpointError>, CheckpointError> {
         let mut wrong = self.index().verify(self.path(), progress);
-        match wrong.iter().position(|error| matches!(error, CheckpointError::File(_))) {
+        let unreadable = |error: &CheckpointError| {
+            matches!(error, CheckpointError::File(_) | CheckpointError::Removed { .. })
+        };
+        match wrong.iter().position(unreadable) {
             Some(unreadable) => Err(wrong.swap_remove(unreadable)),
             None => Ok(wrong),
         }

@@ -146,6 +146,12 @@ pub trait Communicator: Send + Sync {
     /// Every rank's `bytes` (of any length), by rank; blocks.
     fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError>;
 
+    /// The same without the time-out, where it is known that every rank is on its way to it, at work that takes any time,
+    /// such as writing to a slow disk. A rank that fails or returns early still ends it.
+    fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        self.host_gather(tag, bytes)
+    }
+
     /// Says in what state this rank is, in words: all ranks of the group must say the same at the same place among
     /// their calls. Nothing is sent. A backend that compares tags compares the states too: ranks whose states differ
     /// get an error that tells them, from the next collective of this communicator or of one made of it.

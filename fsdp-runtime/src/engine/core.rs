@@ -17,6 +17,7 @@ use super::unit::Casts;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::error::{Error, Result};
+use crate::files::FileLocks;
 use crate::layout::ModelLayout;
 use crate::memory::{Account, Aliases, candle_dtype};
 use crate::mesh::Topology;
@@ -135,6 +136,8 @@ pub(crate) struct Parts {
     pub checkpoint_comm: Arc<dyn Communicator>,
     /// The order of saves and restores, in the background too.
     pub checkpoint_turns: Arc<Turns>,
+    /// The locks of the directories that it saves into.
+    pub checkpoint_locks: Arc<FileLocks>,
     /// The ranks that share the shards.
     pub shard_comm: Arc<dyn Communicator>,
     /// The ranks that have the same shard.

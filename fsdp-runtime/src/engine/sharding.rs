@@ -125,6 +125,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         reshard: reshard_modes(&collected.cells, config),
         checkpoint_comm: mesh.communicator().duplicate(&format!("{name} checkpoint")),
         checkpoint_turns: Arc::default(),
+        checkpoint_locks: Arc::default(),
         comm,
         shard_comm,
         outer_comm,

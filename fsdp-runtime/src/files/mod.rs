@@ -3,6 +3,7 @@
 
 mod atomic;
 mod dtype;
+mod lock;
 mod mismatch;
 mod positioned;
 mod reader;
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 pub use atomic::AtomicFile;
 pub use dtype::StoredDtype;
+pub(crate) use lock::{FileLock, FileLocks};
 pub use mismatch::{DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
 pub use positioned::PositionedFile;
 pub use reader::TensorFile;

@@ -15,6 +15,8 @@
 //! that moves a parameter's storage out and drops it would free memory it does not own. No op of candle does;
 //! do not write one.
 
+use candle_core::backend::BackendDevice;
+use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor};
 use half::{bf16, f16};
@@ -49,6 +51,12 @@ fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage, (candle_core
     }
 }
 
+/// A tensor without elements has nothing to swap, and is always the same: candle works in place on none of shape (3, 0),
+/// for example, of whose strides one is 0.
+fn is_empty(tensor: &Tensor) -> bool {
+    tensor.elem_count() == 0
+}
+
 /// The permanent tensor of a parameter, resting on a tombstone; a variable of the autograd graph if
 /// `trainable`.
 pub(crate) fn variable(shape: &Shape, dtype: Dtype, trainable: bool) -> candle_core::Result<Tensor> {
@@ -58,6 +66,9 @@ pub(crate) fn variable(shape: &Shape, dtype: Dtype, trainable: bool) -> candle_c
         Dtype::F16 => CpuStorage::F16(Vec::new()),
     };
     let tensor = Tensor::from_storage(Storage::Cpu(empty), shape.clone(), BackpropOp::none(), trainable);
+    if is_empty(&tensor) {
+        return Ok(tensor);
+    }
     // The tensor keeps the dtype of the storage it was made with, whatever is swapped in.
     swap(&tensor, tombstone()).map_err(|(error, _)| error)?;
     debug_assert!(matches!(tensor.device(), Device::Cpu));
@@ -67,6 +78,9 @@ pub(crate) fn variable(shape: &Shape, dtype: Dtype, trainable: bool) -> candle_c
 
 /// The values of `tensor`, row-major, in storage of their own.
 pub(crate) fn copy_out(tensor: &Tensor) -> candle_core::Result<CpuStorage> {
+    if is_empty(tensor) {
+        return CpuDevice.zeros_impl(&Shape::from(0), tensor.dtype());
+    }
     let copy = tensor.detach().force_contiguous()?;
     // Nobody else has a handle to the copy: its storage can be moved out.
     swap(&copy, tombstone()).map_err(|(error, _)| error)
@@ -102,6 +116,9 @@ impl Aliases {
                 slice.dtype()
             );
         }
+        if is_empty(tensor) {
+            return Ok(());
+        }
         let alias = match slice.dtype() {
             Dtype::F32 => CpuStorage::F32(alias_vec::<f32>(&slice)),
             Dtype::BF16 => CpuStorage::BF16(alias_vec::<bf16>(&slice)),
@@ -135,9 +152,6 @@ impl Drop for Aliases {
 
 /// A `Vec` over memory it does not own; see the module's invariant.
 fn alias_vec<T: Element>(slice: &Slice) -> Vec<T> {
-    if slice.is_empty() {
-        return Vec::new();
-    }
     // SAFETY: pointer, length and alignment are those of a live part of the buffer, whose elements are
     // initialised. The allocator never sees this pointer: the `Vec` goes straight into a storage from which
     // only `Aliases::drop` takes it, to forget it, and candle neither grows nor frees a storage that is
@@ -151,7 +165,7 @@ fn forget_alias(storage: CpuStorage, slice: &Slice) {
         CpuStorage::F32(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
         CpuStorage::BF16(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
         CpuStorage::F16(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
-        // A tombstone (the install failed) or an empty parameter: owned by nobody else.
+        // A tombstone (the install failed): owned by nobody else.
         other => drop(other),
     }
 }
@@ -204,10 +218,16 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_parameter_is_legal() {
-        let tensor = variable(&Shape::from((0, 4)), Dtype::F32, true).unwrap();
-        let mut aliases = Aliases::default();
-        aliases.install(&tensor, filled(&[])).unwrap();
-        assert_eq!(tensor.sum_all().unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    fn a_parameter_without_elements_is_legal_in_any_shape() {
+        for shape in [&[0][..], &[0, 4], &[3, 0], &[3, 0, 5], &[0, 0]] {
+            let tensor = variable(&Shape::from(shape), Dtype::F32, true).unwrap();
+            let mut aliases = Aliases::default();
+            aliases.install(&tensor, filled(&[])).unwrap();
+            assert_eq!(tensor.sum_all().unwrap().to_scalar::<f32>().unwrap(), 0.0);
+            drop(aliases);
+            assert_eq!((tensor.dims(), tensor.dtype()), (shape, DType::F32));
+            let CpuStorage::F32(values) = copy_out(&tensor).unwrap() else { panic!("another dtype") };
+            assert!(values.is_empty());
+        }
     }
 }

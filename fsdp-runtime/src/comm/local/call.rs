@@ -119,6 +119,8 @@ pub(super) struct Call {
     pub(super) notes: Notes,
     /// The device that it is done on, if not the host.
     pub(super) device: Option<Arc<str>>,
+    /// Peers are waited for however long they take.
+    pub(super) patient: bool,
     parts: Vec<Part>,
 }
 
@@ -133,6 +135,7 @@ impl Call {
             bytes: parts.iter().map(|part| part.recv.bytes()).sum(),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: parts
                 .iter()
                 .map(|part| Part { send: Side::of(&part.send), recv: Side::of(&part.recv), reduction: None })
@@ -147,6 +150,7 @@ impl Call {
             bytes: parts.iter().map(|part| part.send.bytes()).sum(),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: parts
                 .iter()
                 .map(|part| Part {
@@ -165,6 +169,7 @@ impl Call {
             bytes: parts.iter().map(|(data, _)| data.bytes()).sum(),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: parts
                 .iter()
                 .map(|(data, scale)| Part {
@@ -184,12 +189,21 @@ impl Call {
             bytes: data.bytes(),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
 
     pub(super) fn host_barrier(tag: Tag) -> Call {
-        Call { op: Op::HostBarrier, tag, bytes: 0, notes: Notes::new(), device: None, parts: Vec::new() }
+        Call {
+            op: Op::HostBarrier,
+            tag,
+            bytes: 0,
+            notes: Notes::new(),
+            device: None,
+            patient: false,
+            parts: Vec::new(),
+        }
     }
 
     pub(super) fn host_reduce(tag: Tag, op: HostOp, values: &[f64]) -> Call {
@@ -200,6 +214,7 @@ impl Call {
             bytes: size_of_val(values),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
@@ -211,8 +226,14 @@ impl Call {
             bytes: bytes.len(),
             notes: Notes::new(),
             device: None,
+            patient: false,
             parts: Vec::new(),
         }
+    }
+
+    /// The same without a time-out.
+    pub(super) fn patient(self) -> Call {
+        Call { patient: true, ..self }
     }
 
     /// `all-gather of unit `layers.1` (forward, step 3, 4096 B)`.

@@ -67,6 +67,16 @@ impl LocalComm {
         }))
     }
 
+    fn gather_bytes(&self, call: Call, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        let (op, own) = (call.op, bytes.len());
+        let meeting = self.endpoint.ticket(call).meet(Payload { bytes, ..Payload::default() })?;
+        let gathered: Vec<Vec<u8>> =
+            meeting.arrivals().iter().map(|arrival| arrival.payload.bytes.clone()).collect();
+        drop(meeting);
+        self.endpoint.count(op, gathered.iter().map(Vec::len).sum::<usize>() - own);
+        Ok(gathered)
+    }
+
     /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its
     /// place.
     fn check_share(
@@ -289,14 +299,11 @@ impl Communicator for LocalComm {
     }
 
     fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
-        let call = Call::host_gather(tag, &bytes);
-        let (op, own) = (call.op, bytes.len());
-        let meeting = self.endpoint.ticket(call).meet(Payload { bytes, ..Payload::default() })?;
-        let gathered: Vec<Vec<u8>> =
-            meeting.arrivals().iter().map(|arrival| arrival.payload.bytes.clone()).collect();
-        drop(meeting);
-        self.endpoint.count(op, gathered.iter().map(Vec::len).sum::<usize>() - own);
-        Ok(gathered)
+        self.gather_bytes(Call::host_gather(tag, &bytes), bytes)
+    }
+
+    fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        self.gather_bytes(Call::host_gather(tag, &bytes).patient(), bytes)
     }
 
     fn note(&self, state: &str) {

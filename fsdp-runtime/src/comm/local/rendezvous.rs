@@ -121,7 +121,8 @@ impl Ticket {
         let Endpoint { world, channel, rank, members, index, changed, .. } = &*endpoint;
         let (channel, rank, index, number) = (*channel, *rank, *index, self.number + 1);
         endpoint.shake(Place::Arrival);
-        let deadline = Instant::now().checked_add(world.options.timeout);
+        let timeout = (!call.patient).then_some(world.options.timeout);
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = world.state.lock();
 
         let behind = |state: &State| state.channels[channel].left[index] < self.number;

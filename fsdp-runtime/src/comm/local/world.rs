@@ -15,7 +15,8 @@ use crate::sync::{Condvar, Mutex};
 /// Settings of a [`LocalWorld`].
 #[derive(Clone, Debug)]
 pub struct LocalOptions {
-    /// How long a rank waits for its peers to arrive in a collective.
+    /// How long a rank waits for its peers to arrive in a collective. What they write to a checkpoint or read from it may
+    /// take any time.
     pub timeout: Duration,
     /// Whether error messages carry the last collectives of every rank.
     pub trace: bool,
