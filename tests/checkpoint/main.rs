@@ -1,6 +1,8 @@
 //! Checkpoints: what is saved at one number of ranks, strategy and layout is restored at any other.
 
+mod agreement;
 mod beside;
+mod damaged;
 mod faults;
 mod file_faults;
 mod frozen;
@@ -9,9 +11,11 @@ mod fused;
 mod kills;
 #[cfg(target_os = "linux")]
 mod limits;
+mod live;
 mod model;
 mod power_cuts;
 mod round_trips;
+mod slow_disks;
 mod small;
 mod strictness;
 mod writers;

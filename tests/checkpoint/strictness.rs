@@ -152,9 +152,68 @@ fn an_optimizer_of_another_rule_is_refused() {
         store.save(Contents::of(&model).optimizer(&adamw))?;
         let error =
             store.restore_latest(Restore::new(&mut model).optimizer(&mut sgd)).unwrap_err().to_string();
-        assert!(error.ends_with("its optimizer is adamw, expected sgd"), "{error}");
+        assert!(error.ends_with("` does not fit: its optimizer is adamw, expected sgd"), "{error}");
         // Without an optimizer, weights are restored and the rest is told.
         let restored = store.restore_latest(Restore::new(&mut model))?.unwrap();
+        assert_eq!(restored.unused, ["optimizer.exp_avg", "optimizer.exp_avg_sq"]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn what_a_checkpoint_has_not_is_left_where_that_will_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let x = Tensor::full(3f32, 5, &candle_core::Device::Cpu).unwrap();
+    let dot = |world: &fsdp::launch::World, value| {
+        Dot { w: constant(5, value) }.fully_shard(&world.data_parallel_mesh())
+    };
+    launch::local(2, |world| -> fsdp::Result<()> {
+        let mut model = dot(&world, 1.0)?;
+        let mut adamw = model.optimizer(AdamW::default().lr(0.25).weight_decay(0.0))?;
+        let loss: Tensor = model.forward(&x)?;
+        model.backward(&loss)?;
+        adamw.step(&mut model)?;
+        for (place, with) in [("none", false), ("adamw", true)] {
+            let contents = Contents::of(&model);
+            let contents = if with { contents.optimizer(&adamw) } else { contents };
+            Checkpoints::new(dir.path().join(place)).save(contents)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+    launch::local(3, |world| -> fsdp::Result<()> {
+        let (none, with) = (Checkpoints::new(dir.path().join("none")), dir.path().join("adamw"));
+        let with = Checkpoints::new(with);
+        let mut model = dot(&world, 7.0)?;
+        let (mut adamw, mut sgd) = (model.optimizer(AdamW::default())?, model.optimizer(Sgd::default())?);
+        let mut average = model.ema(0.5)?;
+        average.update(&model)?;
+        let lr = sgd.learning_rate();
+
+        let restore = Restore::new(&mut model).optimizer(&mut adamw).average("ema", &mut average);
+        let restored = none.restore_latest(restore.strict(false))?.unwrap();
+        let left = |at: usize| {
+            let (section, wrong) = &restored.skipped[at];
+            (section.as_str(), wrong.missing.join(" "), wrong.unexpected.join(" "))
+        };
+        assert_eq!(restored.skipped.len(), 2);
+        assert_eq!(left(0), ("ema", "w".into(), String::new()));
+        assert_eq!(left(1), ("optimizer", "adamw".into(), String::new()));
+        // The weights are those of the checkpoint, the rest is as it was.
+        assert_eq!(values(&model)?, "w=0.75 ");
+        assert_eq!((model.step_count(), adamw.steps(), average.updates()), (0, 0, 1));
+        model.with_ema(&mut average, |model| {
+            assert_eq!(values(model)?, "w=7.0 ");
+            Ok(())
+        })?;
+
+        let restore = Restore::new(&mut model).optimizer(&mut sgd).strict(false);
+        let restored = with.restore_latest(restore)?.unwrap();
+        let (section, wrong) = &restored.skipped[0];
+        assert_eq!((restored.skipped.len(), section.as_str()), (1, "optimizer"));
+        assert_eq!((&wrong.missing[..], &wrong.unexpected[..]), (&["sgd".into()][..], &["adamw".into()][..]));
+        assert_eq!((model.step_count(), sgd.steps(), sgd.learning_rate()), (0, 0, lr));
         assert_eq!(restored.unused, ["optimizer.exp_avg", "optimizer.exp_avg_sq"]);
         Ok(())
     })

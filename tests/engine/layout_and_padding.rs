@@ -74,3 +74,47 @@ fn one_rank_without_a_launch() {
     optimizer.step(&mut model).unwrap();
     assert_eq!(weights(&model).unwrap(), named(&[("units.0.w", &[-4.0; 2])]));
 }
+
+#[derive(FsdpUnit)]
+struct Empties {
+    w: Param,
+    rows: Param,
+    between: Param,
+    #[fsdp(frozen)]
+    frozen: Param,
+}
+
+impl Forward for Empties {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> candle_core::Result<Tensor> {
+        let (rows, between) = (self.rows.tensor(scope)?, self.between.tensor(scope)?);
+        let none = (rows.sum_all()? + between.sum_all()?)?;
+        (((x * self.w.tensor(scope)?)?.sum_all()? + none)? + self.frozen.tensor(scope)?.sum_all()?)?.sum_all()
+    }
+}
+
+#[test]
+fn parameters_without_elements_may_have_any_shape() {
+    for strategy in Strategy::ALL {
+        on_ranks(3, |world| {
+            let model = Empties {
+                w: Param::new(4).with_init(Init::Ones),
+                rows: Param::new((3, 0)),
+                between: Param::new((3, 0, 5)),
+                frozen: Param::new((2, 0)),
+            };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(0.5))?;
+            let loss: Tensor = model.forward(&full(4, 1.0))?;
+            assert_eq!(loss.to_scalar::<f32>()?, 4.0);
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            let state = model.full_state_dict()?;
+            if let Some(state) = &state {
+                assert_eq!(state["w"].to_vec1::<f32>()?, [0.5; 4]);
+                assert_eq!((state["rows"].dims(), state["between"].dims()), (&[3, 0][..], &[3, 0, 5][..]));
+            }
+            assert!(model.load_full_state_dict(state.as_ref(), true)?.is_empty());
+            Ok(())
+        });
+    }
+}

@@ -17,7 +17,7 @@ use crate::sync::Mutex;
 /// memory (accounted as [`Category::Snapshot`](crate::memory::Category::Snapshot)) and returns; training goes on while
 /// it is written. One save is under way at a time: the next one waits for it.
 ///
-/// End with [`wait`](BackgroundSaver::wait), which tells how the last save went. A launched rank does not end before the
+/// A slow disk holds up the next save, and nothing fails of it. End with [`wait`](BackgroundSaver::wait), which tells how the last save went. A launched rank does not end before the
 /// save of a saver that it has dropped, but then nobody learns of an error.
 ///
 /// ```

@@ -49,7 +49,8 @@ impl<M> Fsdp<M> {
     /// Every rank must call it; nothing is communicated.
     ///
     /// # Errors
-    /// If `decay` is not at least 0 and below 1, and those of the streams.
+    /// If `decay` is not at least 0 and below 1, if weights are trained in 16 bits without main weights
+    /// ([`MixedPrecision::main_weights`](crate::spec::MixedPrecision::main_weights)), and those of the streams.
     pub fn ema(&self, decay: f64) -> Result<Ema> {
         if !(0.0..1.0).contains(&decay) {
             let message = format!("the decay of an average must be at least 0 and below 1, not {decay}");
