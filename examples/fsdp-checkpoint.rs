@@ -164,13 +164,19 @@ fn verify(Verify { paths, all }: &Verify) -> Result<Status> {
             }
         }
         for checkpoint in checkpoints {
-            status = status.max(verify_one(&checkpoint)?);
+            // A run that goes on removes what it does not keep.
+            let may_go = checkpoint != *path;
+            status = status.max(verify_one(&checkpoint, may_go)?);
         }
     }
     Ok(status)
 }
 
-fn verify_one(path: &Path) -> Result<Status> {
+fn verify_one(path: &Path, may_go: bool) -> Result<Status> {
+    let gone = || {
+        print(&format!("{}: removed meanwhile\n", path.display()))?;
+        Ok(Status::Good)
+    };
     let damaged = |wrong: &[CheckpointError]| {
         let mut text = format!("{}: damaged\n", path.display());
         wrong.iter().for_each(|error| writeln!(text, "  {error}").expect("a string grows"));
@@ -178,6 +184,7 @@ fn verify_one(path: &Path) -> Result<Status> {
         Ok(Status::Bad)
     };
     let index = match Index::read(path) {
+        Err(_) if may_go && !path.exists() => return gone(),
         Err(error @ CheckpointError::Malformed { .. }) => return damaged(&[error]),
         Err(error) => {
             eprintln!("error: {error}");
@@ -191,6 +198,9 @@ fn verify_one(path: &Path) -> Result<Status> {
         progress.set(done, index.bytes());
     });
     drop(progress);
+    if may_go && matches!(wrong[..], [CheckpointError::Removed { .. }]) {
+        return gone();
+    }
     if !wrong.is_empty() {
         return damaged(&wrong);
     }

@@ -279,6 +279,14 @@ fn verify_goes_through_checkpoints_and_directories_of_them() {
     assert!(lines[4].starts_with("  `run/step-00000002/index.json` is not valid: missing field"), "{all}");
     assert_eq!(format!("{}\n", lines[5]), sound);
     assert_eq!(place.run(0, &["verify", "run/step-00000003"]), sound);
+    // One that has lost its index is not passed over, the latest one neither.
+    let lost = "run/step-00000003: damaged\n  `run/step-00000003/index.json` is not valid: it is not there, ";
+    let index = fs::read(place.path("run/step-00000003/index.json")).unwrap();
+    fs::remove_file(place.path("run/step-00000003/index.json")).unwrap();
+    for options in [&["verify", "run"][..], &["verify", "--all", "run"]] {
+        assert!(place.run(1, options).contains(lost));
+    }
+    fs::write(place.path("run/step-00000003/index.json"), index).unwrap();
     fs::create_dir(place.path("empty")).unwrap();
     let message = place.refusal(&["verify", "empty", "run/step-00000003"]);
     assert_eq!(message, "error: `empty` is not a checkpoint: it has no `index.json`\n");

@@ -191,7 +191,7 @@ impl Launcher {
 
     /// How long a rank waits for its peers in a collective, whatever the environment says. A launch returns
     /// when all its threads have ended: a rank that is late comes to know of the time-out at its next
-    /// collective.
+    /// collective. What ranks do on disks to save or restore a checkpoint may take longer.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Launcher {
         self.timeout = Some(timeout);

@@ -106,7 +106,10 @@ fn what_does_not_fit_is_told_on_all_ranks() {
     .unwrap();
     assert!(errors.iter().all(|error| *error == errors[0]));
     assert!(
-        errors[0].contains("1 missing: gain\n  1 unexpected: more\n  2 of another dtype: exact"),
+        errors[0].starts_with(
+            "the full state of rank 0 does not fit:\n  1 missing: gain\n  1 unexpected: more\n  2 of another dtype: exact \
+             (model F32, given F64)"
+        ),
         "{}",
         errors[0]
     );

@@ -162,6 +162,23 @@ fn an_optimizer_of_another_rule_is_refused() {
 }
 
 #[test]
+fn a_strict_restore_lists_what_is_missing_of_an_optimizer_too() {
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path());
+    launch::local(2, |world| -> fsdp::Result<()> {
+        let mut model = loaded(&world)?;
+        let mut optimizer = model.optimizer(AdamW::default())?;
+        let restore = Restore::new(&mut model).optimizer(&mut optimizer);
+        let error = Checkpoints::new(dir.path()).restore_latest(restore).unwrap_err().to_string();
+        let (_, text) = error.split_once(" does not fit:").expect("it is one of what does not fit");
+        assert!(text.starts_with("\n model:\n  1 missing: c\n"), "{text}");
+        assert!(text.contains("\n optimizer.exp_avg:\n  4 missing: a, b, c, size\n"), "{text}");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn what_a_checkpoint_has_not_is_left_where_that_will_do() {
     let dir = tempfile::tempdir().unwrap();
     let x = Tensor::full(3f32, 5, &candle_core::Device::Cpu).unwrap();

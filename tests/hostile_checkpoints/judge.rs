@@ -364,7 +364,10 @@ impl Judge {
                 model.is_some_and(|(_, wrong)| wrong.dtypes.iter().any(|wrong| wrong.name == *name));
             assert!(converted || *bits == expected.tensors[name], "{name}");
         }
-        assert_eq!(after.counters[0], restored.checkpoint.step());
+        // With the optimizer of another rule, the step is left too.
+        let left = restored.skipped.iter().any(|(section, _)| section == "optimizer");
+        let step = if left { before.counters[0] } else { restored.checkpoint.step() };
+        assert_eq!(after.counters[0], step);
         if matches!(mutant.fate, Fate::Damaged | Fate::Sound) {
             assert_eq!(*after, self.state);
         }

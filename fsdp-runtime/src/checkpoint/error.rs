@@ -81,7 +81,7 @@ pub enum CheckpointError {
         expected: String,
     },
     /// What rank 0 has in memory is of another model.
-    #[error("the full state of rank 0 does not fit:{}", .mismatch)]
+    #[error("the full state of rank 0 does not fit:{}", .mismatch.lines("given"))]
     OtherState {
         /// All differences.
         mismatch: Box<Mismatch>,

@@ -20,7 +20,7 @@ type Mismatches = Vec<(String, Mismatch)>;
 pub(super) struct Fit {
     /// Counters and settings of the optimizer, if it is restored.
     pub optimizer: Option<serde_json::Value>,
-    /// Of each average, if the checkpoint has it.
+    /// Of each average that is restored.
     pub updates: Vec<Option<u64>>,
     pub skipped: Mismatches,
     pub unused: Vec<String>,
@@ -48,12 +48,17 @@ impl Restore<'_> {
 
     /// Compares the checkpoint with what is to be restored.
     pub(super) fn compare(&self, checkpoint: &Checkpoint) -> Result<Fit> {
-        let (optimizer, other) = self.optimizer_value(checkpoint)?;
-        let (mut skipped, unused) = self.compare_sections(checkpoint, optimizer.is_some())?;
+        if let Some(optimizer) = &self.optimizer {
+            optimizer.check_model(ModelRef(&self.engine))?;
+        }
+        let value = self.optimizer_value(checkpoint);
+        let takes_optimizer = self.strict || matches!(value, Ok((Some(_), _)));
+        let (mut skipped, unused) = self.compare_sections(checkpoint, takes_optimizer)?;
         if self.strict && !skipped.is_empty() {
             let path = checkpoint.path().to_path_buf();
             return Err(CheckpointError::Mismatch { path, sections: skipped }.into());
         }
+        let (optimizer, other) = value?;
         skipped.extend(other.map(|other| (OPTIMIZER.to_owned(), other)));
         let updates =
             self.averages.iter().map(|(name, _)| self.updates(checkpoint, name)).collect::<Result<_>>()?;
@@ -98,7 +103,10 @@ impl Restore<'_> {
         let none = Section::new();
         let mut wrong = Vec::new();
         for (section, expected) in &expected {
-            let mut mismatch = mismatch(expected, stored.get(section).unwrap_or(&none));
+            let is_average = self.averages.iter().any(|(name, _)| name == section);
+            let is_taken = !is_average || self.takes_average(checkpoint, section);
+            let stored = stored.get(section).filter(|_| is_taken).unwrap_or(&none);
+            let mut mismatch = mismatch(expected, stored);
             if section == MODEL {
                 mismatch.unexpected.retain(|name| !left.contains(name.as_str()));
             }
@@ -116,7 +124,6 @@ impl Restore<'_> {
         checkpoint: &Checkpoint,
     ) -> Result<(Option<serde_json::Value>, Option<Mismatch>)> {
         let Some(optimizer) = &self.optimizer else { return Ok((None, None)) };
-        optimizer.check_model(ModelRef(&self.engine))?;
         let expected = optimizer.rules();
         let left = |found: Option<String>| {
             let mismatch = Mismatch { missing: vec![expected.clone()], ..Mismatch::default() };
@@ -137,10 +144,15 @@ impl Restore<'_> {
         }
     }
 
-    /// The count of updates of an average, if the checkpoint has it.
-    fn updates(&self, checkpoint: &Checkpoint, name: &str) -> Result<Option<u64>> {
+    /// Whether an average is restored.
+    fn takes_average(&self, checkpoint: &Checkpoint, name: &str) -> bool {
         let Index { values, tensors, .. } = checkpoint.index();
-        if !self.strict && !(values.contains_key(name) && tensors.contains_key(name)) {
+        self.strict || (values.contains_key(name) && tensors.contains_key(name))
+    }
+
+    /// The count of updates of an average, if that is restored.
+    fn updates(&self, checkpoint: &Checkpoint, name: &str) -> Result<Option<u64>> {
+        if !self.takes_average(checkpoint, name) {
             return Ok(None);
         }
         let updates = checkpoint.value::<u64>(name)?;

@@ -89,21 +89,24 @@ impl Mismatch {
 /// Names of one kind that a message lists: the rest is counted.
 const LISTED: usize = 8;
 
-impl fmt::Display for Mismatch {
-    /// One line a kind, each beginning with a line break.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Mismatch {
+    /// One line a kind, each beginning with a line break; what is compared with the model is from `source`, in one word.
+    pub(crate) fn lines(&self, source: &str) -> String {
         let shapes: Vec<String> = self
             .shapes
             .iter()
             .map(|ShapeMismatch { name, expected, found }| {
-                format!("{name} (model {expected:?}, file {found:?})")
+                format!("{name} (model {expected:?}, {source} {found:?})")
             })
             .collect();
         let dtypes: Vec<String> = self
             .dtypes
             .iter()
-            .map(|DtypeMismatch { name, expected, found }| format!("{name} (model {expected}, file {found})"))
+            .map(|DtypeMismatch { name, expected, found }| {
+                format!("{name} (model {expected}, {source} {found})")
+            })
             .collect();
+        let mut text = String::new();
         for (kind, list) in [
             ("missing", &self.missing),
             ("unexpected", &self.unexpected),
@@ -114,11 +117,18 @@ impl fmt::Display for Mismatch {
                 continue;
             }
             let listed = list[..list.len().min(LISTED)].join(", ");
-            write!(f, "\n  {} {kind}: {listed}", list.len())?;
+            text += &format!("\n  {} {kind}: {listed}", list.len());
             if list.len() > LISTED {
-                write!(f, " and {} more", list.len() - LISTED)?;
+                text += &format!(" and {} more", list.len() - LISTED);
             }
         }
-        Ok(())
+        text
+    }
+}
+
+impl fmt::Display for Mismatch {
+    /// One line a kind, each beginning with a line break.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.lines("file"))
     }
 }
