@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::comm::CommError;
 use crate::device::Slice;
 use crate::layout::BucketLayout;
 use crate::memory::{Account, Category};
@@ -70,13 +71,16 @@ pub struct GroupBuffers {
 
 impl GroupBuffers {
     /// Allocates what the strategy and the precision ask for, main gradients if `keep_grads`; all zeros.
+    ///
+    /// # Errors
+    /// Those of [`Account::allocate`].
     pub fn allocate(
         account: &Account,
         layout: BucketLayout,
         placement: Placement,
         precision: &MixedPrecision,
         keep_grads: bool,
-    ) -> Self {
+    ) -> Result<Self, CommError> {
         let Placement { strategy, rank, outer_rank } = placement;
         let (dtype, trainable) = (layout.key.dtype, layout.key.requires_grad);
         let shard = layout.shard_range(rank);
@@ -86,17 +90,18 @@ impl GroupBuffers {
         } else {
             sharded(strategy.shards_optim())
         };
-        let allocate = |category, dtype, held: Range<usize>| DataParallelBuffer {
-            data: account.allocate(category, dtype, held.len()),
-            held,
-            shard: shard.clone(),
+        let allocate = |category, dtype, held: Range<usize>| -> Result<DataParallelBuffer, CommError> {
+            let data = account.allocate(category, dtype, held.len())?;
+            Ok(DataParallelBuffer { data, held, shard: shard.clone() })
         };
-        let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()));
+        let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()))?;
         let main_weight = (trainable && precision.main_weights && dtype != Dtype::F32)
-            .then(|| allocate(Category::MainWeights, Dtype::F32, owned.clone()));
+            .then(|| allocate(Category::MainWeights, Dtype::F32, owned.clone()))
+            .transpose()?;
         let main_grad = (trainable && keep_grads)
-            .then(|| allocate(Category::MainGrads, precision.main_grads, sharded(strategy.shards_grads())));
-        GroupBuffers { layout, shard, owned, model_weight, main_weight, main_grad }
+            .then(|| allocate(Category::MainGrads, precision.main_grads, sharded(strategy.shards_grads())))
+            .transpose()?;
+        Ok(GroupBuffers { layout, shard, owned, model_weight, main_weight, main_grad })
     }
 
     /// The buffer the optimizer works on.

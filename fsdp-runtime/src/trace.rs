@@ -1,13 +1,13 @@
 //! What ran when: spans of compute, gather and reduce on one clock for all ranks of the process.
 
-use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use crate::comm::CommError;
-use crate::device::Stream;
+pub use crate::device::now;
+use crate::device::{Mark, Stream};
 
 /// One piece of work on one lane.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,29 +27,49 @@ pub struct Span {
 }
 
 /// Records spans of one rank; free when switched off.
-#[derive(Debug)]
 pub struct Tracer {
     enabled: bool,
-    spans: Mutex<Vec<Span>>,
+    records: Mutex<Records>,
 }
 
-/// Nanoseconds since the first call in this process.
-pub fn now() -> u64 {
-    static ORIGIN: OnceLock<Instant> = OnceLock::new();
-    ORIGIN.get_or_init(Instant::now).elapsed().as_nanos() as u64
+#[derive(Default)]
+struct Records {
+    spans: Vec<Span>,
+    /// Spans whose end is still to come when they are recorded, without their times.
+    enqueued: Vec<Enqueued>,
+}
+
+struct Enqueued {
+    span: Span,
+    start: Arc<dyn Mark>,
+    end: Arc<dyn Mark>,
+}
+
+impl Records {
+    /// Times the spans that are over.
+    fn collect(&mut self) {
+        let Records { spans, enqueued } = self;
+        enqueued.retain(|Enqueued { span, start, end }| match (start.time(), end.time()) {
+            (Some(start), Some(end)) => {
+                spans.push(Span { start, end, ..span.clone() });
+                false
+            }
+            _ => true,
+        });
+    }
 }
 
 impl Tracer {
     /// A tracer that records, or one that does nothing.
     pub fn new(enabled: bool) -> Arc<Tracer> {
-        Arc::new(Tracer { enabled, spans: Mutex::new(Vec::new()) })
+        Arc::new(Tracer { enabled, records: Mutex::default() })
     }
 
     /// Records a span that ran on the compute lane from `start` until now.
     pub fn compute(&self, name: &'static str, unit: &Arc<str>, start: u64) {
         if self.enabled {
             let span = Span { lane: "compute", name, unit: unit.clone(), issued: start, start, end: now() };
-            self.spans.lock().push(span);
+            self.records.lock().spans.push(span);
         }
     }
 
@@ -58,7 +78,7 @@ impl Tracer {
     /// # Errors
     /// Those of `enqueue`.
     pub fn enqueue(
-        self: &Arc<Self>,
+        &self,
         stream: &dyn Stream,
         lane: &'static str,
         name: &'static str,
@@ -69,31 +89,25 @@ impl Tracer {
             return enqueue();
         }
         let issued = now();
-        let begun = Arc::new(OnceLock::new());
-        let mark = begun.clone();
-        stream.submit(Box::new(move || {
-            mark.get_or_init(now);
-            Ok(())
-        }))?;
+        let start = stream.mark()?;
         enqueue()?;
-        let (tracer, unit) = (self.clone(), unit.clone());
-        stream.submit(Box::new(move || {
-            let start = begun.get().copied().unwrap_or(issued);
-            tracer.spans.lock().push(Span { lane, name, unit, issued, start, end: now() });
-            Ok(())
-        }))
+        let span = Span { lane, name, unit: unit.clone(), issued, start: 0, end: 0 };
+        self.records.lock().enqueued.push(Enqueued { span, start, end: stream.mark()? });
+        Ok(())
     }
 
-    /// The spans so far, by start.
+    /// The spans that are over, by start.
     pub fn spans(&self) -> Vec<Span> {
-        let mut spans = self.spans.lock().clone();
+        let mut records = self.records.lock();
+        records.collect();
+        let mut spans = records.spans.clone();
         spans.sort_by_key(|span| (span.start, span.end));
         spans
     }
 
     /// Forgets the spans so far.
     pub fn clear(&self) {
-        self.spans.lock().clear();
+        *self.records.lock() = Records::default();
     }
 }
 

@@ -240,21 +240,22 @@ impl<'a> Contents<'a> {
     pub(super) fn snapshot(self) -> Result<Prepared> {
         self.engine.settle()?;
         let account = self.engine.account.clone();
-        let copy = |piece: Piece| {
+        let copy = |piece: Piece| -> Result<Piece> {
             let memory = match piece.memory {
                 Memory::Bytes(bytes) => Memory::Bytes(bytes),
                 Memory::Held(slice) => {
-                    let copy = account.allocate(Category::Snapshot, slice.dtype(), slice.len());
+                    let copy = account.allocate(Category::Snapshot, slice.dtype(), slice.len())?;
                     // SAFETY: the copy is new and ours alone; nothing is under way (`settle`), and while the state is
                     // borrowed no one changes it.
                     unsafe { copy.as_mut_bytes().copy_from_slice(slice.as_bytes()) };
                     Memory::Held(copy)
                 }
             };
-            Piece { memory, ..piece }
+            Ok(Piece { memory, ..piece })
         };
         let Prepared { pieces, .. } = self.prepared;
-        Ok(Prepared { pieces: pieces.into_iter().map(copy).collect(), ..self.prepared })
+        let pieces = pieces.into_iter().map(copy).collect::<Result<_>>()?;
+        Ok(Prepared { pieces, ..self.prepared })
     }
 }
 

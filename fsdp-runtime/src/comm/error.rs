@@ -44,6 +44,14 @@ pub enum CommError {
         /// What happened, with the text of the panic.
         message: String,
     },
+    /// There is not as much memory.
+    #[error("{device}: {message}")]
+    Memory {
+        /// Whose memory: `host`, `cuda:0`.
+        device: String,
+        /// How much was asked for, and what is known of the rest.
+        message: String,
+    },
     /// The arguments of a call do not fit together; nothing was sent.
     #[error("rank {rank}: {message}")]
     Invalid {

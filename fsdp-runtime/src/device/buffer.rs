@@ -7,11 +7,12 @@
 //! keeps that promise by ordering every access with stream order and events; collectives publish slices only
 //! between their rendezvous.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use super::memory::{Block, HostMemory, Memory};
+use crate::comm::CommError;
 use crate::spec::Dtype;
 
 /// Alignment of every allocation and of every parameter's start, in bytes: a cache line, and an AVX-512
@@ -21,12 +22,12 @@ pub const ALIGN: usize = 64;
 /// Called with the byte count of a buffer when it is freed.
 pub type OnFree = Box<dyn Fn(usize) + Send + Sync>;
 
-/// One allocation of host memory, 64-byte aligned and zero-filled at birth.
+/// One allocation, 64-byte aligned and zero-filled at birth.
 pub struct Buffer {
     ptr: NonNull<u8>,
-    /// What the allocator gave, in which `ptr` is the first aligned byte; nothing if there are no bytes.
-    allocated: Option<NonNull<u8>>,
     bytes: usize,
+    /// Gives the memory back when it is dropped.
+    block: Box<dyn Block>,
     on_free: Option<OnFree>,
 }
 
@@ -37,42 +38,23 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// Allocates `bytes` zero bytes; `on_free` runs when the last slice is gone.
-    pub fn new(bytes: usize, on_free: Option<OnFree>) -> Arc<Buffer> {
-        if bytes == 0 {
-            // Aligned like the others: empty slices of any dtype are made from it.
-            let ptr = const { NonNull::without_provenance(std::num::NonZero::new(ALIGN).unwrap()) };
-            return Arc::new(Buffer { ptr, allocated: None, bytes, on_free });
-        }
-        let layout = Self::layout(bytes);
-        // SAFETY: `layout` has a non-zero size.
-        let allocated = NonNull::new(unsafe { alloc_zeroed(layout) });
-        let Some(base) = allocated else { handle_alloc_error(layout) };
-        let offset = base.addr().get().next_multiple_of(ALIGN) - base.addr().get();
-        // SAFETY: `layout` has `ALIGN` bytes more than are used, and the offset is below `ALIGN`.
-        let ptr = unsafe { base.add(offset) };
-        Arc::new(Buffer { ptr, allocated, bytes, on_free })
+    /// Allocates `bytes` zero bytes of `memory`; `on_free` runs when the last slice is gone.
+    ///
+    /// # Errors
+    /// Those of [`Memory::allocate`].
+    pub fn new(memory: &dyn Memory, bytes: usize, on_free: Option<OnFree>) -> Result<Arc<Buffer>, CommError> {
+        let block = memory.allocate(bytes)?;
+        Ok(Arc::new(Buffer { ptr: block.ptr(), bytes, block, on_free }))
     }
 
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-
-    /// Of what is allocated. The alignment is our own affair: asked for a larger one than usual, the system's allocator writes
-    /// zeros itself, where untouched pages would be zeros that take no memory until they are used.
-    fn layout(bytes: usize) -> Layout {
-        let size = bytes.checked_add(ALIGN).expect("buffer size overflows isize");
-        Layout::from_size_align(size, 1).expect("buffer size overflows isize")
-    }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(allocated) = self.allocated {
-            // SAFETY: allocated in `new` with this very layout, and freed once.
-            unsafe { dealloc(allocated.as_ptr(), Self::layout(self.bytes)) };
-        }
         if let Some(on_free) = &self.on_free {
             on_free(self.bytes);
         }
@@ -111,9 +93,39 @@ impl Element for half::f16 {
 }
 
 impl Slice {
-    /// A new buffer of `len` zeros, whole.
+    /// A new buffer of `len` zeros in `memory`, whole.
+    ///
+    /// # Errors
+    /// Those of [`Memory::allocate`].
+    pub fn zeros_in(
+        memory: &dyn Memory,
+        dtype: Dtype,
+        len: usize,
+        on_free: Option<OnFree>,
+    ) -> Result<Slice, CommError> {
+        Ok(Slice { buffer: Buffer::new(memory, len * dtype.size(), on_free)?, dtype, start: 0, len })
+    }
+
+    /// A new buffer of `len` zeros in host memory, whole.
+    ///
+    /// # Panics
+    /// If there is no such memory.
     pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
-        Slice { buffer: Buffer::new(len * dtype.size(), on_free), dtype, start: 0, len }
+        Self::zeros_in(&HostMemory, dtype, len, on_free).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// The allocation it is a part of, as its memory knows it.
+    pub fn block(&self) -> &dyn Block {
+        &*self.buffer.block
+    }
+
+    fn check_access<T: Element>(&self, how: &str) {
+        assert_eq!(T::DTYPE, self.dtype, "a {} buffer {how} as {}", self.dtype, T::DTYPE);
+        self.check_host();
+    }
+
+    fn check_host(&self) {
+        assert!(self.buffer.block.is_host(), "memory of a device, accessed from the host");
     }
 
     /// Element type.
@@ -166,9 +178,9 @@ impl Slice {
     /// While the result lives no one writes these elements.
     ///
     /// # Panics
-    /// If `T` is not the slice's dtype.
+    /// If `T` is not the slice's dtype, or the memory is not the host's.
     pub unsafe fn as_slice<T: Element>(&self) -> &[T] {
-        assert_eq!(T::DTYPE, self.dtype, "a {} buffer read as {}", self.dtype, T::DTYPE);
+        self.check_access::<T>("read");
         // SAFETY: in bounds and initialised (zeros at birth), aligned because buffers are 64-byte aligned and
         // starts are whole elements; no concurrent writer by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>(), self.len) }
@@ -180,10 +192,10 @@ impl Slice {
     /// While the result lives no one else reads or writes these elements.
     ///
     /// # Panics
-    /// If `T` is not the slice's dtype.
+    /// If `T` is not the slice's dtype, or the memory is not the host's.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn as_mut_slice<T: Element>(&self) -> &mut [T] {
-        assert_eq!(T::DTYPE, self.dtype, "a {} buffer written as {}", self.dtype, T::DTYPE);
+        self.check_access::<T>("written");
         // SAFETY: as in `as_slice`; exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>(), self.len) }
     }
@@ -194,10 +206,10 @@ impl Slice {
     /// As for [`Slice::as_slice`], of these elements.
     ///
     /// # Panics
-    /// If `T` is not the slice's dtype, or `range` is not inside `0..len`.
+    /// If `T` is not the slice's dtype, `range` is not inside `0..len`, or the memory is not the host's.
     pub unsafe fn part_as_slice<T: Element>(&self, range: Range<usize>) -> &[T] {
         assert!(range.start <= range.end && range.end <= self.len);
-        assert_eq!(T::DTYPE, self.dtype, "a {} buffer read as {}", self.dtype, T::DTYPE);
+        self.check_access::<T>("read");
         // SAFETY: in bounds by the assertion, otherwise as in `as_slice`.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>().add(range.start), range.len()) }
     }
@@ -212,7 +224,7 @@ impl Slice {
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn part_as_mut_slice<T: Element>(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
-        assert_eq!(T::DTYPE, self.dtype, "a {} buffer written as {}", self.dtype, T::DTYPE);
+        self.check_access::<T>("written");
         // SAFETY: in bounds by the assertion, otherwise as in `as_mut_slice`.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>().add(range.start), range.len()) }
     }
@@ -221,8 +233,12 @@ impl Slice {
     ///
     /// # Safety
     /// As for [`Slice::as_mut_slice`].
+    ///
+    /// # Panics
+    /// If the memory is not the host's.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn as_mut_bytes(&self) -> &mut [u8] {
+        self.check_host();
         // SAFETY: as in `as_mut_slice`; any byte pattern is a valid `u8`.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr(), self.bytes()) }
     }
@@ -231,7 +247,11 @@ impl Slice {
     ///
     /// # Safety
     /// As for [`Slice::as_slice`].
+    ///
+    /// # Panics
+    /// If the memory is not the host's.
     pub unsafe fn as_bytes(&self) -> &[u8] {
+        self.check_host();
         // SAFETY: as in `as_slice`.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.bytes()) }
     }

@@ -1,5 +1,6 @@
 //! Streams of the CPU: in-order worker threads, and the rank's own thread as the compute stream.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -38,6 +39,10 @@ impl Event for CpuEvent {
     fn is_complete(&self) -> bool {
         self.outcome.lock().is_some()
     }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
 }
 
 /// An event that lies in the past.
@@ -50,6 +55,10 @@ impl Event for Passed {
 
     fn is_complete(&self) -> bool {
         true
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 
@@ -132,6 +141,10 @@ impl Stream for CpuStream {
 
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError> {
         self.push(Item::Wait(event.clone()))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 
@@ -266,6 +279,10 @@ impl Stream for ComputeStream {
 
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError> {
         self.run(|| event.synchronize())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 

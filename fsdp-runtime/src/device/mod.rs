@@ -6,12 +6,18 @@
 //! are streams of the driver.
 
 mod buffer;
+mod clock;
 pub mod cpu;
-mod fill;
+#[cfg(feature = "cuda-driver")]
+pub mod cuda;
+mod elementwise;
+mod memory;
 mod stream;
 mod widen;
 
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
-pub use fill::{Fill, cast, fill, scale};
-pub use stream::{Event, Stream, Work};
+pub use clock::now;
+pub use elementwise::{Elementwise, Fill, cast, fill, scale};
+pub use memory::{Block, HostMemory, Memory};
+pub use stream::{Event, Mark, Stream, Work};
 pub use widen::{read_f32, update_f32};

@@ -1,7 +1,9 @@
 //! The traits of streams and events.
 
-use std::sync::Arc;
+use std::any::Any;
+use std::sync::{Arc, OnceLock};
 
+use super::{Elementwise, Slice};
 use crate::comm::CommError;
 
 /// A point in a stream's order.
@@ -14,9 +16,18 @@ pub trait Event: Send + Sync {
 
     /// True if the point was passed (also when the stream has failed).
     fn is_complete(&self) -> bool;
+
+    /// Itself, for streams of the same kind.
+    fn as_any(&self) -> &dyn Any;
 }
 
-/// Work submitted to a CPU stream.
+/// A point in a stream's order whose time is taken.
+pub trait Mark: Send + Sync {
+    /// When it was passed, in nanoseconds of the process's trace clock; `None` if it is still to come.
+    fn time(&self) -> Option<u64>;
+}
+
+/// Work submitted to a stream: a CPU stream's own, or what the host does in the order of a device's stream.
 pub type Work = Box<dyn FnOnce() -> Result<(), CommError> + Send>;
 
 /// An in-order queue of device work.
@@ -24,16 +35,43 @@ pub trait Stream: Send + Sync {
     /// Name of the lane in traces: `compute`, `all-gather`, `reduce`.
     fn name(&self) -> &str;
 
-    /// Runs `work` after all that was submitted before. On the compute stream of the CPU it runs at once, in
-    /// the calling thread.
+    /// Runs `work` on the host after all that was submitted before, and before what is submitted after. On the compute
+    /// stream of the CPU it runs at once, in the calling thread. It must not call the device.
     ///
     /// # Errors
     /// On a stream that runs in the calling thread, those of `work`; otherwise they surface at the next
     /// event.
     fn submit(&self, work: Work) -> Result<(), CommError>;
 
+    /// Does `op` after all that was submitted before. The caller's stream order must make the stream the only one that
+    /// uses what is written, and no one may write what is read.
+    ///
+    /// # Errors
+    /// As for [`Stream::submit`].
+    fn elementwise(&self, op: Elementwise) -> Result<(), CommError> {
+        self.submit(Box::new(move || {
+            // SAFETY: the caller's stream order is what is asked for here.
+            unsafe { op.run() };
+            Ok(())
+        }))
+    }
+
     /// Marks the present end of the stream.
     fn record(&self) -> Arc<dyn Event>;
+
+    /// Takes the time at which the present end of the stream is passed.
+    ///
+    /// # Errors
+    /// As for [`Stream::submit`].
+    fn mark(&self) -> Result<Arc<dyn Mark>, CommError> {
+        let mark = Arc::new(HostMark::default());
+        let passed = mark.clone();
+        self.submit(Box::new(move || {
+            passed.0.get_or_init(super::now);
+            Ok(())
+        }))?;
+        Ok(mark)
+    }
 
     /// Work submitted from now on runs after `event`. On a stream that runs in the calling thread this blocks
     /// it.
@@ -41,4 +79,22 @@ pub trait Stream: Send + Sync {
     /// # Errors
     /// On such a stream, the failure carried by the event.
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError>;
+
+    /// What is still to be done with `slices`, on any stream, comes before the present end of this one: when they are
+    /// dropped, their memory may be given back in its order. Without that it is given back in the order of the compute
+    /// stream, which then waits for all other streams that use it.
+    fn retire(&self, _slices: &[Slice]) {}
+
+    /// Itself, for communicators of the same kind of device.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Set by work on a stream of the CPU.
+#[derive(Default)]
+struct HostMark(OnceLock<u64>);
+
+impl Mark for HostMark {
+    fn time(&self) -> Option<u64> {
+        self.0.get().copied()
+    }
 }

@@ -72,7 +72,7 @@ impl<M> Fsdp<M> {
                 shards.push(None);
                 continue;
             };
-            let shard = engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len());
+            let shard = engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len())?;
             // SAFETY: the shard is new and ours alone; no one writes the weights, as nothing is under way
             // (`settle`).
             unsafe { shard.as_mut_slice::<f32>().copy_from_slice(weights.as_slice::<f32>()) };

@@ -108,7 +108,7 @@ impl Engine {
         };
         let dtype = shard.dtype();
         let whole = match category {
-            Some(category) => self.account.allocate(category, dtype, layout.size),
+            Some(category) => self.account.allocate(category, dtype, layout.size)?,
             None => Slice::zeros(dtype, layout.size, None),
         };
         let part = Gather { send: shard, recv: whole.clone() };

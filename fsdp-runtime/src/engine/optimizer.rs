@@ -136,7 +136,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             }
             let buffers = if trainable { rule.state_names().len() } else { 0 };
             let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len);
-            states.push((0..buffers).map(state).collect());
+            states.push((0..buffers).map(state).collect::<std::result::Result<_, _>>()?);
             all_parts.push(parts);
         }
         let unit_steps = vec![0; engine.units.len()];

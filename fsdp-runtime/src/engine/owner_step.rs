@@ -90,7 +90,7 @@ impl<M> Fsdp<M> {
             let own = *owner == Some(engine.comm.rank());
             let buffers = if own { rule.state_names().len() } else { 0 };
             let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, spec.numel());
-            states.push((0..buffers).map(state).collect());
+            states.push((0..buffers).map(state).collect::<std::result::Result<_, _>>()?);
         }
         let left = |param: usize| owners[param].is_none();
         let rest = ShardedOptimizer::new(engine, rest, groups, StateLayout::Compact, left)?;
@@ -231,7 +231,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             if whole.dtype() == Dtype::F32 {
                 return Ok((whole, sharded));
             }
-            let wide = engine.account.allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size);
+            let wide = engine.account.allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size)?;
             cast(compute, &whole, &wide)?;
             Ok((wide, true))
         };

@@ -120,7 +120,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         config: config.clone(),
         mesh: mesh.topology().clone(),
         strategy,
-        groups: layout.buckets.iter().map(allocate).collect(),
+        groups: layout.buckets.iter().map(allocate).collect::<Result<_, _>>()?,
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
         checkpoint_comm: mesh.communicator().duplicate(&format!("{name} checkpoint")),

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::Serialize;
 
-use crate::device::Slice;
+use crate::comm::CommError;
+use crate::device::{HostMemory, Memory, Slice};
 use crate::spec::Dtype;
 
 /// What a flat buffer is for.
@@ -80,27 +81,55 @@ struct Counter {
 }
 
 /// Allocates flat buffers of one rank and counts their bytes.
-#[derive(Clone, Debug, Default)]
-pub struct Account(Arc<[Counter; 9]>);
+#[derive(Clone, Debug)]
+pub struct Account {
+    memory: Arc<dyn Memory>,
+    counters: Arc<[Counter; 9]>,
+}
+
+impl Default for Account {
+    fn default() -> Self {
+        Self::new(Arc::new(HostMemory))
+    }
+}
 
 impl Account {
+    /// An account of buffers in `memory`.
+    pub fn new(memory: Arc<dyn Memory>) -> Self {
+        Account { memory, counters: Arc::default() }
+    }
+
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.
-    pub fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Slice {
-        let counters = self.0.clone();
+    ///
+    /// # Errors
+    /// [`CommError::Memory`] if there is no such memory, with what is held.
+    pub fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
         let bytes = len * dtype.size();
-        let counter = &counters[category as usize];
-        let now = counter.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        counter.peak.fetch_max(now, Ordering::Relaxed);
-        let freed = self.0.clone();
+        let freed = self.counters.clone();
         let on_free = move |bytes| {
             freed[category as usize].current.fetch_sub(bytes, Ordering::Relaxed);
         };
-        Slice::zeros(dtype, len, Some(Box::new(on_free)))
+        let slice = Slice::zeros_in(&*self.memory, dtype, len, Some(Box::new(on_free)));
+        let slice = slice.map_err(|error| self.exhausted(error, category))?;
+        let counter = &self.counters[category as usize];
+        let now = counter.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        counter.peak.fetch_max(now, Ordering::Relaxed);
+        Ok(slice)
+    }
+
+    /// Adds to an error what the memory was for, and what else is held.
+    fn exhausted(&self, error: CommError, category: Category) -> CommError {
+        let CommError::Memory { device, message } = error else { return error };
+        let held = self.report().into_iter().filter(|usage| usage.current > 0);
+        let held: Vec<String> =
+            held.map(|usage| format!("{} {} bytes", usage.category.name(), usage.current)).collect();
+        let held = if held.is_empty() { "nothing".to_owned() } else { held.join(", ") };
+        CommError::Memory { device, message: format!("{message}, for {}; held are: {held}", category.name()) }
     }
 
     /// Bytes of `category`.
     pub fn usage(&self, category: Category) -> Usage {
-        let counter = &self.0[category as usize];
+        let counter = &self.counters[category as usize];
         Usage {
             category,
             current: counter.current.load(Ordering::Relaxed),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::account::{Account, Category};
+use super::{Account, Category};
 use crate::comm::CommError;
 use crate::device::{Event, Slice, Stream};
 use crate::spec::Dtype;
@@ -83,7 +83,7 @@ impl Pool {
     /// Takes an idle slot for `unit`. Work on `stream` that is enqueued from now on may write its buffers.
     ///
     /// # Errors
-    /// Those of [`Stream::wait`] for the slot's last user.
+    /// Those of [`Stream::wait`] for the slot's last user, and of [`Account::allocate`].
     pub(crate) fn acquire(
         &mut self,
         unit: usize,
@@ -101,17 +101,23 @@ impl Pool {
             stream.wait(&event)?;
         }
         let (account, category) = (&self.account, self.category);
-        let buffers = slot.buffers.get_or_insert_with(|| allocate(account, category, &class.shapes));
+        let buffers = match &slot.buffers {
+            Some(buffers) => buffers.clone(),
+            None => slot.buffers.insert(allocate(account, category, &class.shapes)?).clone(),
+        };
         slot.held = true;
-        Ok(Some((SlotId { class: class_index, slot: index }, buffers.clone())))
+        Ok(Some((SlotId { class: class_index, slot: index }, buffers)))
     }
 
     /// Buffers for `unit` outside the fixed slots: freed when the last handle goes. For what the bound cannot
     /// hold, such as units nested deeper than the pool.
-    pub(crate) fn fallback(&self, unit: usize) -> Vec<Slice> {
+    ///
+    /// # Errors
+    /// Those of [`Account::allocate`].
+    pub(crate) fn fallback(&self, unit: usize) -> Result<Vec<Slice>, CommError> {
         match self.class_of_unit[unit] {
             Some(class) => allocate(&self.account, self.category, &self.classes[class].shapes),
-            None => Vec::new(),
+            None => Ok(Vec::new()),
         }
     }
 
@@ -134,7 +140,7 @@ impl Pool {
     }
 }
 
-fn allocate(account: &Account, category: Category, shapes: &Shapes) -> Vec<Slice> {
+fn allocate(account: &Account, category: Category, shapes: &Shapes) -> Result<Vec<Slice>, CommError> {
     shapes.iter().map(|&(dtype, len)| account.allocate(category, dtype, len)).collect()
 }
 
@@ -167,7 +173,7 @@ mod tests {
     fn a_unit_without_buffers_gets_none() {
         let (mut pool, _) = pool(true);
         assert!(pool.acquire(4, &*ComputeStream::new("compute")).unwrap().is_none());
-        assert!(pool.fallback(4).is_empty());
+        assert!(pool.fallback(4).unwrap().is_empty());
     }
 
     #[test]

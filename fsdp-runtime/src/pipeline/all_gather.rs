@@ -347,7 +347,7 @@ impl AllGatherPipeline {
             let weights = &mut self.units[unit];
             match acquired {
                 Some((slot, full)) => (weights.slot, weights.full) = (Some(slot), full),
-                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit),
+                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit)?,
                 None => return Ok(()),
             }
         }
@@ -387,13 +387,14 @@ impl AllGatherPipeline {
         let weights = &mut self.units[unit];
         let Reshard::Within(neighbours) = &weights.reshard else { return Ok(()) };
         let kept = std::mem::take(&mut weights.kept);
-        let parts = kept.into_iter().zip(&weights.full);
+        let parts = kept.iter().cloned().zip(&weights.full);
         let parts: Vec<Gather> = parts.map(|(send, recv)| Gather { send, recv: recv.clone() }).collect();
         let (gather, path) = (&self.streams.gather, &weights.path);
         gather.wait(&self.streams.compute.record())?;
         self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
             neighbours.all_gather(&**gather, moment.tag(path), parts)
         })?;
+        gather.retire(&kept);
         weights.status = Status::InFlight(gather.record());
         Ok(())
     }
@@ -461,7 +462,7 @@ impl AllGatherPipeline {
             let (rank, ranks) = (neighbours.rank(), neighbours.size());
             for slice in &full {
                 let len = slice.len() / ranks;
-                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len);
+                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len)?;
                 cast(&*self.streams.compute, &slice.range(rank * len..(rank + 1) * len), &kept)?;
                 weights.kept.push(kept);
             }

@@ -6,10 +6,14 @@
 
 #[path = "../../../fsdp-runtime/src/device/buffer.rs"]
 mod buffer;
+#[path = "../../../fsdp-runtime/src/device/clock.rs"]
+mod clock;
 #[path = "../../../fsdp-runtime/src/device/cpu.rs"]
 pub mod cpu;
-#[path = "../../../fsdp-runtime/src/device/fill.rs"]
-mod fill;
+#[path = "../../../fsdp-runtime/src/device/elementwise.rs"]
+mod elementwise;
+#[path = "../../../fsdp-runtime/src/device/memory.rs"]
+mod memory;
 mod shadow;
 #[path = "../../../fsdp-runtime/src/device/stream.rs"]
 mod stream;
@@ -20,12 +24,15 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use buffer::{ALIGN, Buffer, Element, OnFree};
-pub use fill::{Fill, cast, fill, scale};
+pub use clock::now;
+pub use elementwise::{Elementwise, Fill, cast, fill, scale};
+pub use memory::{Block, HostMemory, Memory};
 pub(crate) use shadow::take_race;
 use shadow::{Kind, Shadow};
-pub use stream::{Event, Stream, Work};
+pub use stream::{Event, Mark, Stream, Work};
 pub use widen::{read_f32, update_f32};
 
+use crate::comm::CommError;
 use crate::spec::Dtype;
 
 /// The runtime's slice, with the record of its accesses.
@@ -36,10 +43,20 @@ pub struct Slice {
 }
 
 impl Slice {
-    pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
-        let slice = Slice { memory: buffer::Slice::zeros(dtype, len, on_free), shadow: Arc::default() };
+    pub fn zeros_in(
+        memory: &dyn Memory,
+        dtype: Dtype,
+        len: usize,
+        on_free: Option<OnFree>,
+    ) -> Result<Slice, CommError> {
+        let memory = buffer::Slice::zeros_in(memory, dtype, len, on_free)?;
+        let slice = Slice { memory, shadow: Arc::default() };
         slice.note(Kind::Write, 0..len);
-        slice
+        Ok(slice)
+    }
+
+    pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
+        Self::zeros_in(&HostMemory, dtype, len, on_free).unwrap()
     }
 
     /// The next write to the buffer panics.

@@ -117,6 +117,8 @@ pub(super) struct Call {
     pub(super) bytes: usize,
     /// What the rank has noted of itself, see [`Communicator::note`](crate::comm::Communicator::note).
     pub(super) notes: Notes,
+    /// The device that it is done on, if not the host.
+    pub(super) device: Option<Arc<str>>,
     parts: Vec<Part>,
 }
 
@@ -130,6 +132,7 @@ impl Call {
             tag,
             bytes: parts.iter().map(|part| part.recv.bytes()).sum(),
             notes: Notes::new(),
+            device: None,
             parts: parts
                 .iter()
                 .map(|part| Part { send: Side::of(&part.send), recv: Side::of(&part.recv), reduction: None })
@@ -143,6 +146,7 @@ impl Call {
             tag,
             bytes: parts.iter().map(|part| part.send.bytes()).sum(),
             notes: Notes::new(),
+            device: None,
             parts: parts
                 .iter()
                 .map(|part| Part {
@@ -160,6 +164,7 @@ impl Call {
             tag,
             bytes: parts.iter().map(|(data, _)| data.bytes()).sum(),
             notes: Notes::new(),
+            device: None,
             parts: parts
                 .iter()
                 .map(|(data, scale)| Part {
@@ -178,12 +183,13 @@ impl Call {
             tag,
             bytes: data.bytes(),
             notes: Notes::new(),
+            device: None,
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
 
     pub(super) fn host_barrier(tag: Tag) -> Call {
-        Call { op: Op::HostBarrier, tag, bytes: 0, notes: Notes::new(), parts: Vec::new() }
+        Call { op: Op::HostBarrier, tag, bytes: 0, notes: Notes::new(), device: None, parts: Vec::new() }
     }
 
     pub(super) fn host_reduce(tag: Tag, op: HostOp, values: &[f64]) -> Call {
@@ -193,12 +199,20 @@ impl Call {
             tag,
             bytes: size_of_val(values),
             notes: Notes::new(),
+            device: None,
             parts: vec![Part { send: side, recv: side, reduction: None }],
         }
     }
 
     pub(super) fn host_gather(tag: Tag, bytes: &[u8]) -> Call {
-        Call { op: Op::HostGather, tag, bytes: bytes.len(), notes: Notes::new(), parts: Vec::new() }
+        Call {
+            op: Op::HostGather,
+            tag,
+            bytes: bytes.len(),
+            notes: Notes::new(),
+            device: None,
+            parts: Vec::new(),
+        }
     }
 
     /// `all-gather of unit `layers.1` (forward, step 3, 4096 B)`.
@@ -209,7 +223,10 @@ impl Call {
 
     /// Whether two ranks do the same, in the same optimizer step: a rank that has skipped one has other weights.
     pub(super) fn agrees_with(&self, other: &Call) -> bool {
-        self.same_name(other) && self.parts == other.parts && self.notes == other.notes
+        self.same_name(other)
+            && self.device == other.device
+            && self.parts == other.parts
+            && self.notes == other.notes
     }
 
     fn same_name(&self, other: &Call) -> bool {
@@ -220,6 +237,11 @@ impl Call {
     pub(super) fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
         let mut text = format!("rank {rank} is in {self}, rank {other_rank} in {other}");
         if self.same_name(other) {
+            if self.device != other.device {
+                let place = |call: &Call| call.device.as_deref().unwrap_or("the host").to_owned();
+                let (ours, theirs) = (place(self), place(other));
+                return format!("{text}: rank {rank} on {ours}, rank {other_rank} on {theirs}");
+            }
             if self.parts == other.parts {
                 let say = |call: &Call| match call.notes.as_slice() {
                     [] => "in no state that it has noted".to_owned(),

@@ -8,6 +8,9 @@ mod call;
 mod reduce;
 mod rendezvous;
 mod shake;
+#[cfg(feature = "cuda-driver")]
+mod shared_device;
+mod site;
 mod world;
 
 use std::sync::Arc;
@@ -17,6 +20,7 @@ pub use self::world::{LocalOptions, LocalWorld};
 use self::call::Call;
 use self::rendezvous::{Endpoint, Meeting, Payload};
 use self::shake::Place;
+use self::site::{Host, Site};
 use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
 use crate::spec::Dtype;
@@ -44,18 +48,22 @@ impl LocalComm {
         call: Call,
         payload: Payload,
         from_peers: usize,
-        work: impl FnOnce(&mut Meeting) + Send + 'static,
+        work: impl FnOnce(&dyn Site, &mut Meeting) -> Result<(), CommError> + Send + 'static,
     ) -> Result<(), CommError> {
+        #[cfg(feature = "cuda-driver")]
+        if let Some(stream) = stream.as_any().downcast_ref() {
+            return self.enqueue_on_device(stream, call, payload, from_peers, work);
+        }
         let (endpoint, op) = (self.endpoint.clone(), call.op);
         let ticket = self.endpoint.ticket(call);
         stream.submit(Box::new(move || {
             let mut meeting = ticket.meet(payload)?;
             endpoint.shake(Place::Work);
-            work(&mut meeting);
+            let done = work(&Host, &mut meeting);
             endpoint.shake(Place::Departure);
             drop(meeting);
             endpoint.count(op, from_peers);
-            Ok(())
+            done
         }))
     }
 
@@ -100,19 +108,6 @@ fn overlap(a: &Slice, b: &Slice) -> bool {
 
 fn same_place(a: &Slice, b: &Slice) -> bool {
     a.as_ptr() == b.as_ptr() && a.bytes() == b.bytes()
-}
-
-/// Copies `source` to `target`, unless they are the same memory.
-///
-/// # Safety
-/// They have the same dtype and length, and are the same memory or do not overlap. While the call runs no one
-/// writes `source`, and no one else reads or writes `target`.
-unsafe fn copy(source: &Slice, target: &Slice) {
-    if same_place(source, target) {
-        return;
-    }
-    // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
-    unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
 }
 
 impl Communicator for LocalComm {
@@ -165,7 +160,7 @@ impl Communicator for LocalComm {
             parts.into_iter().map(|part| (part.send, part.recv)).unzip();
         let from_peers = send.iter().map(Slice::bytes).sum::<usize>() * (size - 1);
         let payload = Payload { slices: send, ..Payload::default() };
-        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+        self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             for (i, recv) in recv.iter().enumerate() {
                 // Each rank begins with its own part, so that not all read the same memory at once.
                 for peer in (rank..size).chain(0..rank) {
@@ -173,9 +168,10 @@ impl Communicator for LocalComm {
                     // departure nobody writes a `send`: it is outside its rank's `recv`, or the one part of
                     // it that its rank leaves alone. `recv` is this rank's own, peers read no more of it than
                     // such a `send`.
-                    unsafe { copy(&meeting.payload(peer).slices[i], &share(recv, peer, size)) };
+                    unsafe { site.copy(&meeting.payload(peer).slices[i], &share(recv, peer, size)) }?;
                 }
             }
+            Ok(())
         })
     }
 
@@ -198,14 +194,15 @@ impl Communicator for LocalComm {
         let payload = Payload { slices, ..Payload::default() };
         let outputs: Vec<_> =
             parts.into_iter().map(|part| (part.recv, part.scale, part.accumulate)).collect();
-        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+        self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             for (i, (recv, scale, accumulate)) in outputs.iter().enumerate() {
                 let sources = contributions(meeting, i, rank);
                 // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and
                 // departure part `rank` of every `send` is read by this rank only, and written by it alone
                 // where `recv` is it; a `recv` elsewhere is this rank's own.
-                unsafe { reduce::sum_into(&sources, recv, *scale, *accumulate) };
+                unsafe { site.sum_into(&sources, recv, *scale, *accumulate) }?;
             }
+            Ok(())
         })
     }
 
@@ -222,25 +219,24 @@ impl Communicator for LocalComm {
             .sum();
         let slices = parts.iter().map(|(data, _)| data.clone()).collect();
         let payload = Payload { slices, ..Payload::default() };
-        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+        self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             for (i, (data, scale)) in parts.iter().enumerate() {
                 let sources = contributions(meeting, i, rank);
                 // SAFETY: until the rendezvous below, part `rank` of every rank's data is accessed by this
                 // rank only.
-                unsafe {
-                    reduce::sum_into(&sources, &sources[rank], *scale, Accumulate::Overwrite);
-                }
+                unsafe { site.sum_into(&sources, &sources[rank], *scale, Accumulate::Overwrite) }?;
                 debug_assert!(same_place(&sources[rank], &share(data, rank, size)));
             }
-            meeting.rendezvous();
+            site.rendezvous(meeting)?;
             for (i, (data, _)) in parts.iter().enumerate() {
                 for peer in (0..size).filter(|peer| *peer != rank) {
                     let result = share(&meeting.payload(peer).slices[i], peer, size);
                     // SAFETY: after the rendezvous part `peer` of rank `peer` is final and only read, and the
                     // other parts of this rank's data are accessed by this rank only.
-                    unsafe { copy(&result, &share(data, peer, size)) };
+                    unsafe { site.copy(&result, &share(data, peer, size)) }?;
                 }
             }
+            Ok(())
         })
     }
 
@@ -252,12 +248,13 @@ impl Communicator for LocalComm {
         }
         let from_peers = if rank == root { 0 } else { data.bytes() };
         let payload = Payload { slices: vec![data.clone()], ..Payload::default() };
-        self.enqueue(stream, call, payload, from_peers, move |meeting| {
+        self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             if rank != root {
                 // SAFETY: lengths and dtypes are equal on all ranks. Between arrival and departure the root's
                 // data is only read, and that of any other rank is accessed by itself only.
-                unsafe { copy(&meeting.payload(root).slices[0], &data) };
+                unsafe { site.copy(&meeting.payload(root).slices[0], &data) }?;
             }
+            Ok(())
         })
     }
 

@@ -18,6 +18,8 @@ use super::call::{Call, Op};
 use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
+#[cfg(feature = "cuda-driver")]
+use crate::device::Event;
 use crate::device::Slice;
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
@@ -33,6 +35,9 @@ pub(super) struct Payload {
     pub(super) slices: Vec<Slice>,
     pub(super) values: Vec<f64>,
     pub(super) bytes: Vec<u8>,
+    /// On a device: the ends of the rank's stream at its arrival and at each rendezvous so far.
+    #[cfg(feature = "cuda-driver")]
+    pub(super) events: Mutex<Vec<Arc<dyn Event>>>,
 }
 
 /// One rank's end of a channel.
@@ -158,7 +163,8 @@ impl Ticket {
             return Err(fail(world, &mut state, rank, Cause::RankFailed { failed: gone }, message));
         }
 
-        let op = call.op;
+        // On a device the departure is two: one tells the end of each rank's stream, which the other ranks wait for.
+        let remaining = call.op.rendezvous() + usize::from(call.device.is_some());
         let arrivals = &mut state.channels[channel];
         arrivals.arrived[index] = Some(Arrival { call, payload });
         let completed = arrivals.completed;
@@ -186,7 +192,7 @@ impl Ticket {
         }
         let arrivals = state.channels[channel].meeting.clone();
         drop(state);
-        Ok(Meeting { endpoint, arrivals, remaining: op.rendezvous() })
+        Ok(Meeting { endpoint, arrivals, remaining })
     }
 }
 
@@ -240,6 +246,18 @@ impl Meeting {
     /// What each rank brought, by its index in the channel.
     pub(super) fn arrivals(&self) -> &[Arrival] {
         self.arrivals.as_deref().unwrap_or_default()
+    }
+
+    /// This rank's index in the channel.
+    #[cfg(feature = "cuda-driver")]
+    pub(super) fn index(&self) -> usize {
+        self.endpoint.index
+    }
+
+    /// The rank in the world of an index in the channel.
+    #[cfg(feature = "cuda-driver")]
+    pub(super) fn world_rank(&self, index: usize) -> usize {
+        self.endpoint.members[index]
     }
 
     /// What the rank of this index brought.

@@ -1,0 +1,17 @@
+// All kernels, in the order in which the parts need each other. `fsdp_kernels::SOURCE` is the same text in one
+// piece; the host build (host/kernels.cpp) includes this file behind an emulation of what CUDA provides.
+#include "platform.cuh"
+#include "element.cuh"
+#include "traverse.cuh"
+#include "reduce.cuh"
+#include "exp.cuh"
+#include "adamw.cuh"
+#include "accumulate.cuh"
+#include "cast.cuh"
+#include "norm.cuh"
+#include "sum_ranks.cuh"
+#include "rms_norm.cuh"
+#include "rope.cuh"
+#include "swiglu.cuh"
+#include "cross_entropy.cuh"
+#include "embedding.cuh"

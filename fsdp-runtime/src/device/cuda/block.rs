@@ -1,0 +1,253 @@
+//! Device memory and pinned host memory.
+
+use std::any::Any;
+use std::fmt;
+use std::num::NonZero;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use cudarc::driver as cuda;
+use parking_lot::Mutex;
+
+use super::device::CudaDevice;
+use super::error::{is_out_of_memory, on_stream, words};
+use crate::comm::CommError;
+use crate::device::{ALIGN, Block, Memory, Slice};
+
+/// Memory of a device, allocated and freed in the order of its compute stream.
+#[derive(Clone)]
+pub struct CudaMemory(CudaDevice);
+
+/// Page-locked memory of the host, which a device copies from and to while the host goes on.
+#[derive(Clone)]
+pub struct PinnedMemory(CudaDevice);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Device,
+    Pinned,
+}
+
+/// An allocation, and what streams other than the compute stream have done with it last.
+pub(super) struct CudaBlock {
+    ptr: NonNull<u8>,
+    bytes: usize,
+    kind: Kind,
+    device: CudaDevice,
+    uses: Mutex<Vec<Use>>,
+    /// In whose order it is freed, if not the compute stream's.
+    retired_on: Mutex<Option<Arc<cuda::CudaStream>>>,
+}
+
+struct Use {
+    stream: Arc<cuda::CudaStream>,
+    event: Arc<cuda::CudaEvent>,
+}
+
+// SAFETY: an owned allocation; the pointer is an address that this type does not read or write, and the driver's calls
+// may be made from any thread.
+unsafe impl Send for CudaBlock {}
+// SAFETY: as above.
+unsafe impl Sync for CudaBlock {}
+
+impl CudaMemory {
+    pub(super) fn new(device: CudaDevice) -> Self {
+        CudaMemory(device)
+    }
+}
+
+impl PinnedMemory {
+    pub(super) fn new(device: CudaDevice) -> Self {
+        PinnedMemory(device)
+    }
+}
+
+impl fmt::Debug for CudaMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaMemory({})", self.0.name())
+    }
+}
+
+impl fmt::Debug for PinnedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinnedMemory({})", self.0.name())
+    }
+}
+
+/// The address of empty memory: aligned, and never used.
+const EMPTY: NonNull<u8> = NonNull::without_provenance(NonZero::new(ALIGN).unwrap());
+
+impl CudaBlock {
+    fn boxed(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
+        Box::new(CudaBlock {
+            ptr,
+            bytes,
+            kind,
+            device: device.clone(),
+            uses: Mutex::default(),
+            retired_on: Mutex::default(),
+        })
+    }
+
+    /// Gives the memory back once every use that was noted is over.
+    fn free(&mut self) -> Result<(), cuda::DriverError> {
+        let device = self.device.state();
+        device.context.bind_to_thread()?;
+        let uses = std::mem::take(self.uses.get_mut());
+        match self.kind {
+            Kind::Device => {
+                let retired_on = self.retired_on.get_mut().take();
+                let stream = retired_on.as_ref().unwrap_or(&device.compute);
+                for used in uses.iter().filter(|used| !Arc::ptr_eq(&used.stream, stream)) {
+                    stream.wait(&used.event)?;
+                }
+                let ptr = self.ptr.addr().get() as u64;
+                // SAFETY: it was allocated by `allocate` and is freed once. Uses of other streams come before by the
+                // waits above; those of the compute stream by its own order, or by the word of who has retired it.
+                unsafe { cuda::result::free_async(ptr, stream.cu_stream()) }
+            }
+            Kind::Pinned => {
+                for used in uses {
+                    used.event.synchronize()?;
+                }
+                device.compute.synchronize()?;
+                // SAFETY: allocated by `malloc_host`, freed once, and no stream uses it any more.
+                unsafe { cuda::result::free_host(self.ptr.as_ptr().cast()) }
+            }
+        }
+    }
+}
+
+impl Drop for CudaBlock {
+    fn drop(&mut self) {
+        // Memory of a device that has failed may be in use for ever: it goes with the context.
+        if self.bytes == 0 || self.device.check().is_err() {
+            return;
+        }
+        if let Err(error) = self.free() {
+            self.device.fail(on_stream(self.device.name(), "freeing memory")(error));
+        }
+    }
+}
+
+impl Block for CudaBlock {
+    fn ptr(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    fn is_host(&self) -> bool {
+        self.kind == Kind::Pinned
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Memory for CudaMemory {
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
+        let CudaMemory(device) = self;
+        device.check()?;
+        if bytes == 0 {
+            return Ok(CudaBlock::boxed(device, Kind::Device, 0, EMPTY));
+        }
+        let state = device.state();
+        let stream = state.compute.cu_stream();
+        let allocated = state.context.bind_to_thread().and_then(|()| {
+            // SAFETY: the stream is alive; the memory is set below, in its order.
+            let ptr = unsafe { cuda::result::malloc_async(stream, bytes) }?;
+            // SAFETY: `bytes` bytes were allocated at `ptr`, in the order of this stream.
+            unsafe { cuda::result::memset_d8_async(ptr, 0, bytes, stream) }?;
+            Ok(ptr)
+        });
+        match allocated.map(|ptr| NonZero::new(ptr as usize)) {
+            Ok(Some(ptr)) => {
+                Ok(CudaBlock::boxed(device, Kind::Device, bytes, NonNull::without_provenance(ptr)))
+            }
+            Ok(None) => Err(exhausted(device, bytes, "the driver gave no address".into())),
+            Err(error) if is_out_of_memory(error) => Err(exhausted(device, bytes, free_memory(device))),
+            Err(error) => Err(exhausted(device, bytes, words(error))),
+        }
+    }
+}
+
+fn exhausted(device: &CudaDevice, bytes: usize, why: String) -> CommError {
+    let message = format!("{bytes} bytes cannot be allocated: {why}");
+    CommError::Memory { device: device.name().to_owned(), message }
+}
+
+fn free_memory(device: &CudaDevice) -> String {
+    match device.state().context.mem_get_info() {
+        Ok((free, total)) => format!("{free} of {total} bytes are free"),
+        Err(error) => words(error),
+    }
+}
+
+impl Memory for PinnedMemory {
+    fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
+        let PinnedMemory(device) = self;
+        device.check()?;
+        if bytes == 0 {
+            return Ok(CudaBlock::boxed(device, Kind::Pinned, 0, EMPTY));
+        }
+        let bound = device.state().context.bind_to_thread();
+        // SAFETY: the flags are those of plain page-locked memory; it is set below.
+        let allocated = bound.and_then(|()| unsafe { cuda::result::malloc_host(bytes, 0) });
+        match allocated.map(|ptr| NonNull::new(ptr.cast::<u8>())) {
+            Ok(Some(ptr)) => {
+                // SAFETY: `bytes` bytes of host memory were allocated at `ptr`, and are ours alone.
+                unsafe { ptr.write_bytes(0, bytes) };
+                Ok(CudaBlock::boxed(device, Kind::Pinned, bytes, ptr))
+            }
+            Ok(None) => Err(exhausted(device, bytes, "the driver gave no address".into())),
+            Err(error) => Err(exhausted(device, bytes, format!("page-locked: {}", words(error)))),
+        }
+    }
+}
+
+/// Notes that `stream` uses `slices` until its present end.
+pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Result<(), cuda::DriverError> {
+    let blocks = slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>());
+    // What is done on the stream that they are freed on is in order as it is.
+    let blocks: Vec<_> = blocks.filter(|block| !Arc::ptr_eq(&block.device.state().compute, stream)).collect();
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let event = Arc::new(stream.record_event(None)?);
+    for block in blocks {
+        let mut uses = block.uses.lock();
+        // The later event of a stream says what the earlier one did.
+        match uses.iter_mut().find(|used| Arc::ptr_eq(&used.stream, stream)) {
+            Some(used) => used.event = event.clone(),
+            None => uses.push(Use { stream: stream.clone(), event: event.clone() }),
+        }
+    }
+    Ok(())
+}
+
+/// Has `slices` freed in the order of `stream`.
+pub(super) fn retire(stream: &Arc<cuda::CudaStream>, slices: &[Slice]) {
+    for block in slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>()) {
+        *block.retired_on.lock() = Some(stream.clone());
+    }
+}
+
+/// Where a slice's memory is, for the streams of `device`.
+pub(super) fn place(device: &CudaDevice, slice: &Slice) -> Place {
+    match slice.block().as_any().downcast_ref::<CudaBlock>() {
+        Some(block) if block.kind == Kind::Pinned => Place::Pinned,
+        Some(block) if block.device.ordinal() == device.ordinal() => Place::Device,
+        Some(_) => Place::OtherDevice,
+        None => Place::Host,
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Of the device, whichever rank allocated it.
+    Device,
+    Pinned,
+    OtherDevice,
+    /// Which the device does not reach.
+    Host,
+}

@@ -1,0 +1,162 @@
+//! A device: its context, its compute stream, its kernels, and whether it has failed.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver as cuda;
+use parking_lot::Mutex;
+
+use super::block::{CudaMemory, PinnedMemory};
+use super::error::{CudaError, words};
+use super::event::Origin;
+use super::kernels::Kernels;
+use super::stream::{CudaStream, Priority};
+use crate::comm::CommError;
+
+/// Where the code of the kernels comes from.
+#[derive(Clone, Debug, Default)]
+pub enum KernelImage {
+    /// Their source is compiled for the device by NVRTC, once a process and architecture.
+    #[default]
+    Compile,
+    /// Code that was compiled before: PTX.
+    Ptx(String),
+}
+
+/// How a device is opened.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// The code of the kernels.
+    pub kernels: KernelImage,
+}
+
+/// One rank's view of a CUDA device. Ranks may share one: each opens it for itself. Cheap to clone.
+#[derive(Clone)]
+pub struct CudaDevice(Arc<State>);
+
+pub(super) struct State {
+    pub context: Arc<cuda::CudaContext>,
+    pub compute: Arc<cuda::CudaStream>,
+    pub kernels: Kernels,
+    pub origin: Mutex<Option<Arc<Origin>>>,
+    name: String,
+    failure: Mutex<Option<CommError>>,
+}
+
+impl CudaDevice {
+    /// Opens device `ordinal`, with a compute stream of its own.
+    ///
+    /// # Errors
+    /// If the driver or NVRTC is not installed, there is no such device, or it does not work.
+    pub fn open(ordinal: usize, options: &CudaOptions) -> Result<CudaDevice, CudaError> {
+        require_driver()?;
+        let call = |call| move |error| CudaError::Call { ordinal, call, message: words(error) };
+        cuda::result::init().map_err(call("initialising the driver"))?;
+        let count = cuda::CudaContext::device_count().map_err(call("counting devices"))?;
+        let count = usize::try_from(count).unwrap_or(0);
+        if ordinal >= count {
+            return Err(CudaError::NoDevice { ordinal, count });
+        }
+        let context = cuda::CudaContext::new(ordinal).map_err(call("opening the device"))?;
+        // SAFETY: nothing is allocated through cudarc's slices; the order of all work is kept by events of our own.
+        unsafe { context.disable_event_tracking() };
+        let compute = context.new_stream().map_err(call("making the compute stream"))?;
+        Self::of(compute, options)
+    }
+
+    /// The device of `compute`, on which others submit work too: candle's own stream, `CudaDevice::cuda_stream`.
+    ///
+    /// # Errors
+    /// If NVRTC is not installed, or the kernels do not compile for the device.
+    pub fn of(compute: Arc<cuda::CudaStream>, options: &CudaOptions) -> Result<CudaDevice, CudaError> {
+        let context = compute.context().clone();
+        // SAFETY: as in `open`; candle's slices are allocated, used and freed on its one stream.
+        unsafe { context.disable_event_tracking() };
+        let kernels = Kernels::load(&context, &options.kernels)?;
+        let name = format!("cuda:{}", context.ordinal());
+        let (origin, failure) = (Mutex::default(), Mutex::default());
+        Ok(CudaDevice(Arc::new(State { context, compute, kernels, origin, name, failure })))
+    }
+
+    /// Its number among the visible devices.
+    pub fn ordinal(&self) -> usize {
+        self.0.context.ordinal()
+    }
+
+    /// `cuda:0`.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its memory, allocated in the order of the compute stream.
+    pub fn memory(&self) -> CudaMemory {
+        CudaMemory::new(self.clone())
+    }
+
+    /// Host memory that it copies from and to without a stop.
+    pub fn pinned(&self) -> PinnedMemory {
+        PinnedMemory::new(self.clone())
+    }
+
+    /// The compute stream; `name` is its lane's in traces.
+    pub fn compute(&self, name: impl Into<String>) -> Arc<CudaStream> {
+        CudaStream::new(self.clone(), self.0.compute.clone(), name.into())
+    }
+
+    /// A new stream beside the compute stream.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn stream(&self, name: impl Into<String>, priority: Priority) -> Result<Arc<CudaStream>, CudaError> {
+        let failed = |error| CudaError::Call {
+            ordinal: self.ordinal(),
+            call: "making a stream",
+            message: words(error),
+        };
+        let context = &self.0.context;
+        context.bind_to_thread().map_err(failed)?;
+        let stream = match priority {
+            Priority::Normal => context.new_stream().map_err(failed)?,
+            Priority::High => {
+                let (_, highest) = cuda::result::stream::get_priority_range().map_err(failed)?;
+                context.new_stream_with_priority(highest).map_err(failed)?
+            }
+        };
+        Ok(CudaStream::new(self.clone(), stream, name.into()))
+    }
+
+    /// The first failure, if there is one.
+    ///
+    /// # Errors
+    /// That failure.
+    pub fn check(&self) -> Result<(), CommError> {
+        self.0.failure.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// The device has failed for good: streams refuse work, and waits end.
+    pub fn fail(&self, error: CommError) {
+        self.0.failure.lock().get_or_insert(error);
+    }
+
+    pub(super) fn state(&self) -> &State {
+        &self.0
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// cudarc panics where a library cannot be loaded.
+fn require_driver() -> Result<(), CudaError> {
+    // SAFETY: it loads the library, whose initialisers are those of the CUDA driver.
+    if unsafe { cuda::sys::is_culib_present() } {
+        return Ok(());
+    }
+    Err(CudaError::MissingLibrary {
+        library: "the CUDA driver (libcuda.so.1)",
+        install: "install NVIDIA's driver for this machine's GPU, and see that `nvidia-smi` works",
+    })
+}

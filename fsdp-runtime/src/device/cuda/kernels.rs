@@ -1,0 +1,232 @@
+//! The kernels of `fsdp-kernels`, on a device.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr::from_ref;
+use std::sync::{Arc, LazyLock};
+
+use cudarc::driver as cuda;
+use cudarc::nvrtc;
+use fsdp_kernels::{AccumulateArgs, Args, CastArgs, OPTIONS, SOURCE, SumRanksArgs};
+use parking_lot::Mutex;
+
+use super::block::{Place, place};
+use super::copy::address;
+use super::device::{CudaDevice, KernelImage};
+use super::error::{CudaError, words};
+use super::stream::CudaStream;
+use crate::comm::{Accumulate, CommError};
+use crate::device::{Elementwise, Fill, Slice, Stream};
+use crate::spec::Dtype;
+
+/// The module on one device, with the functions that were asked for.
+pub(super) struct Kernels {
+    module: Arc<cuda::CudaModule>,
+    functions: Mutex<HashMap<&'static str, cuda::CudaFunction>>,
+    /// Enough to fill the device.
+    max_blocks: u32,
+}
+
+/// What NVRTC has made in this process, by compute capability.
+static COMPILED: LazyLock<Mutex<HashMap<(i32, i32), nvrtc::Ptx>>> = LazyLock::new(Mutex::default);
+
+impl Kernels {
+    pub fn load(context: &Arc<cuda::CudaContext>, image: &KernelImage) -> Result<Kernels, CudaError> {
+        let ordinal = context.ordinal();
+        let call = |call| move |error| CudaError::Call { ordinal, call, message: words(error) };
+        let ptx = match image {
+            KernelImage::Ptx(text) => nvrtc::Ptx::from_src(text),
+            KernelImage::Compile => {
+                let capability = context.compute_capability().map_err(call("asking for the architecture"))?;
+                compiled(ordinal, capability)?
+            }
+        };
+        let module = context.load_module(ptx).map_err(call("loading the kernels"))?;
+        let processors = cuda::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let processors = context.attribute(processors).map_err(call("counting multiprocessors"))?;
+        let max_blocks = 8 * u32::try_from(processors).unwrap_or(1);
+        Ok(Kernels { module, functions: Mutex::default(), max_blocks })
+    }
+
+    fn function(&self, name: &'static str) -> Result<cuda::CudaFunction, cuda::DriverError> {
+        let mut functions = self.functions.lock();
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let function = self.module.load_function(name)?;
+        functions.insert(name, function.clone());
+        Ok(function)
+    }
+
+    /// Launches a kernel on `stream`, which uses `slices`.
+    ///
+    /// # Safety
+    /// `args` are those of the kernel `name`, and what they point to is in `slices`; the caller's stream order lets the
+    /// kernel use it.
+    pub unsafe fn launch<A: Args>(
+        &self,
+        stream: &CudaStream,
+        name: &'static str,
+        args: &A,
+        slices: &[&Slice],
+    ) -> Result<(), CommError> {
+        let Some(launch) = args.launch(self.max_blocks) else { return Ok(()) };
+        stream.enqueue(name, slices, |stream| {
+            let function = self.function(name)?;
+            let mut parameters = [from_ref(args).cast_mut().cast::<c_void>()];
+            let [x, y] = launch.grid;
+            // SAFETY: the function's one parameter is a struct with the layout of `A`, which the driver copies; the
+            // rest is the caller's promise.
+            unsafe {
+                cuda::result::launch_kernel(
+                    function.cu_function(),
+                    (x, y, 1),
+                    (launch.threads, 1, 1),
+                    launch.shared_bytes,
+                    stream.cu_stream(),
+                    &mut parameters,
+                )
+            }
+        })
+    }
+
+    pub fn elementwise(&self, stream: &CudaStream, op: Elementwise) -> Result<(), CommError> {
+        match &op {
+            Elementwise::Fill(slice, value) => fill(stream, slice, *value),
+            Elementwise::Scale(slice, factor) => {
+                check(stream, &[slice])?;
+                let name = fsdp_kernels::accumulate(dtype(slice), dtype(slice));
+                let len = slice.len() as u64;
+                let args = AccumulateArgs { acc: address(slice), values: 0, len, beta: *factor, scale: 0.0 };
+                // SAFETY: the arguments are of this kernel; `values` is not read with a scale of 0.
+                unsafe { self.launch(stream, name, &args, &[slice]) }
+            }
+            Elementwise::Cast(from, to) if from.dtype() == to.dtype() => stream.copy(from, to),
+            Elementwise::Cast(from, to) => {
+                check(stream, &[from, to])?;
+                let name = fsdp_kernels::cast(dtype(from), dtype(to));
+                let args = CastArgs { from: address(from), to: address(to), len: from.len() as u64 };
+                // SAFETY: the arguments are of this kernel, and the lengths are equal.
+                unsafe { self.launch(stream, name, &args, &[from, to]) }
+            }
+        }
+    }
+
+    /// # Safety
+    /// That of [`CudaStream::sum_ranks`].
+    unsafe fn sum_ranks(
+        &self,
+        stream: &CudaStream,
+        sources: &[Slice],
+        out: &Slice,
+        scale: f32,
+        accumulate: Accumulate,
+    ) -> Result<(), CommError> {
+        let slices: Vec<&Slice> = sources.iter().chain([out]).collect();
+        check(stream, &slices)?;
+        let refuse = |message| CommError::Stream { stream: stream.name().to_owned(), message };
+        if sources.len() > fsdp_kernels::MAX_RANKS {
+            let (ranks, most) = (sources.len(), fsdp_kernels::MAX_RANKS);
+            return Err(refuse(format!("{ranks} ranks share a device, at most {most} can")));
+        }
+        let from = sources[0].dtype();
+        let Some(name) = fsdp_kernels::sum_ranks(kernel_dtype(from), dtype(out)) else {
+            return Err(refuse(format!("a sum of {from} cannot be stored as {}", out.dtype())));
+        };
+        let addresses: Vec<u64> = sources.iter().map(address).collect();
+        let add = accumulate == Accumulate::Add;
+        let args = SumRanksArgs::new(&addresses, address(out), out.len() as u64, scale, add);
+        // SAFETY: the arguments are of this kernel; the rest is the caller's promise.
+        unsafe { self.launch(stream, name, &args, &slices) }
+    }
+}
+
+impl CudaStream {
+    /// `out (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once.
+    ///
+    /// # Errors
+    /// If `out` is neither of f32 nor of the sources' dtype, memory is of another device, and those of the driver.
+    ///
+    /// # Safety
+    /// All slices are as long; the caller's stream order lets the stream read the sources and write `out`, which is one
+    /// of them or apart from all.
+    pub unsafe fn sum_ranks(
+        &self,
+        sources: &[Slice],
+        out: &Slice,
+        scale: f32,
+        accumulate: Accumulate,
+    ) -> Result<(), CommError> {
+        let kernels = &self.device().state().kernels;
+        // SAFETY: the caller's promise.
+        unsafe { kernels.sum_ranks(self, sources, out, scale, accumulate) }
+    }
+}
+
+/// The kernels for an architecture.
+fn compiled(ordinal: usize, (major, minor): (i32, i32)) -> Result<nvrtc::Ptx, CudaError> {
+    let mut compiled = COMPILED.lock();
+    if let Some(ptx) = compiled.get(&(major, minor)) {
+        return Ok(ptx.clone());
+    }
+    // SAFETY: it loads the library, whose initialisers are those of NVRTC.
+    if !unsafe { nvrtc::sys::is_culib_present() } {
+        return Err(CudaError::MissingLibrary {
+            library: "NVRTC (libnvrtc.so)",
+            install: "install the CUDA toolkit, or the package `nvidia-cuda-nvrtc` and put its folder on LD_LIBRARY_PATH",
+        });
+    }
+    let options = OPTIONS.iter().map(|option| (*option).to_owned());
+    let options = options.chain([format!("--gpu-architecture=compute_{major}{minor}")]).collect();
+    let options = nvrtc::CompileOptions { options, ..Default::default() };
+    let ptx = nvrtc::compile_ptx_with_opts(SOURCE, options);
+    let ptx = ptx.map_err(|error| CudaError::of_nvrtc(ordinal, &error))?;
+    compiled.insert((major, minor), ptx.clone());
+    Ok(ptx)
+}
+
+/// Zeros, or a NaN of the dtype in every element: `f32::NAN`, `bf16::NAN`, `f16::NAN`.
+fn fill(stream: &CudaStream, slice: &Slice, value: Fill) -> Result<(), CommError> {
+    check(stream, &[slice])?;
+    let (ptr, len, bytes) = (address(slice), slice.len(), slice.bytes());
+    stream.enqueue("filling memory", &[slice], |stream| {
+        let stream = stream.cu_stream();
+        // SAFETY: the range is that of the slice, alive until the fill is done by the use that is noted.
+        unsafe {
+            match (value, slice.dtype()) {
+                (Fill::Zero, _) => cuda::result::memset_d8_async(ptr, 0, bytes, stream),
+                (Fill::Poison, Dtype::F32) => {
+                    cuda::sys::cuMemsetD32Async(ptr, f32::NAN.to_bits(), len, stream).result()
+                }
+                (Fill::Poison, Dtype::BF16) => {
+                    cuda::sys::cuMemsetD16Async(ptr, half::bf16::NAN.to_bits(), len, stream).result()
+                }
+                (Fill::Poison, Dtype::F16) => {
+                    cuda::sys::cuMemsetD16Async(ptr, half::f16::NAN.to_bits(), len, stream).result()
+                }
+            }
+        }
+    })
+}
+
+/// Kernels reach memory of their device only.
+fn check(stream: &CudaStream, slices: &[&Slice]) -> Result<(), CommError> {
+    let device: &CudaDevice = stream.device();
+    let wrong = slices.iter().map(|slice| place(device, slice)).find(|place| *place != Place::Device);
+    wrong.map_or(Ok(()), |place| {
+        let message = format!("{place:?} memory in work of {}", device.name());
+        Err(CommError::Stream { stream: stream.name().to_owned(), message })
+    })
+}
+
+fn dtype(slice: &Slice) -> fsdp_kernels::Dtype {
+    kernel_dtype(slice.dtype())
+}
+
+fn kernel_dtype(dtype: Dtype) -> fsdp_kernels::Dtype {
+    match dtype {
+        Dtype::F32 => fsdp_kernels::Dtype::F32,
+        Dtype::BF16 => fsdp_kernels::Dtype::BF16,
+        Dtype::F16 => fsdp_kernels::Dtype::F16,
+    }
+}

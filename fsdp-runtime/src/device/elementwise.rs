@@ -1,0 +1,118 @@
+//! Fills, scalings and casts of flat buffers, on a stream.
+
+use half::{bf16, f16};
+
+use super::{Element, Slice, Stream, update_f32};
+use crate::comm::CommError;
+use crate::spec::Dtype;
+
+/// A constant to fill with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fill {
+    /// Zeros.
+    Zero,
+    /// NaNs, so that a read of what should not be read is loud.
+    Poison,
+}
+
+/// What a stream can do with flat buffers, element by element.
+#[derive(Clone, Debug)]
+pub enum Elementwise {
+    /// Fills a slice.
+    Fill(Slice, Fill),
+    /// Multiplies a slice by a factor, in f32.
+    Scale(Slice, f32),
+    /// Copies the first slice to the second, which is as long, rounding to nearest even.
+    Cast(Slice, Slice),
+}
+
+/// Fills `slice`, in stream order.
+///
+/// The caller's stream order must make the stream the only one that uses these elements.
+///
+/// # Errors
+/// Those of [`Stream::elementwise`].
+pub fn fill(stream: &dyn Stream, slice: &Slice, value: Fill) -> Result<(), CommError> {
+    if slice.is_empty() {
+        return Ok(());
+    }
+    stream.elementwise(Elementwise::Fill(slice.clone(), value))
+}
+
+/// Multiplies a slice by `factor`, in f32, in stream order.
+///
+/// The caller's stream order must make the stream the only one that uses these elements.
+///
+/// # Errors
+/// Those of [`Stream::elementwise`].
+pub fn scale(stream: &dyn Stream, slice: &Slice, factor: f32) -> Result<(), CommError> {
+    stream.elementwise(Elementwise::Scale(slice.clone(), factor))
+}
+
+/// `to = from`, element by element, rounding to nearest even, in stream order; the lengths must be equal.
+///
+/// The caller's stream order must make the stream the only one that uses `to`, and no one may write `from`.
+///
+/// # Errors
+/// Those of [`Stream::elementwise`].
+///
+/// # Panics
+/// If the lengths differ.
+pub fn cast(stream: &dyn Stream, from: &Slice, to: &Slice) -> Result<(), CommError> {
+    assert_eq!(from.len(), to.len(), "cast between buffers of different lengths");
+    stream.elementwise(Elementwise::Cast(from.clone(), to.clone()))
+}
+
+impl Elementwise {
+    /// Does it, in host memory.
+    ///
+    /// # Safety
+    /// While it runs no one else uses the slice that is written, and no one writes the one that is read.
+    pub unsafe fn run(&self) {
+        // SAFETY: the caller's promise is that of the functions called.
+        unsafe {
+            match self {
+                Elementwise::Fill(slice, value) => match slice.dtype() {
+                    Dtype::F32 => fill_all(slice, *value, 0f32, f32::NAN),
+                    Dtype::BF16 => fill_all(slice, *value, bf16::ZERO, bf16::NAN),
+                    Dtype::F16 => fill_all(slice, *value, f16::ZERO, f16::NAN),
+                },
+                Elementwise::Scale(slice, factor) => {
+                    update_f32(slice, |values| values.iter_mut().for_each(|value| *value *= factor));
+                }
+                Elementwise::Cast(from, to) => match from.dtype() {
+                    Dtype::F32 => write(to, from.as_slice::<f32>().iter().copied()),
+                    Dtype::BF16 => write(to, from.as_slice::<bf16>().iter().map(|x| x.to_f32())),
+                    Dtype::F16 => write(to, from.as_slice::<f16>().iter().map(|x| x.to_f32())),
+                },
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`Slice::as_mut_slice`].
+unsafe fn fill_all<T: Element>(slice: &Slice, value: Fill, zero: T, poison: T) {
+    let value = match value {
+        Fill::Zero => zero,
+        Fill::Poison => poison,
+    };
+    // SAFETY: the caller's promise.
+    unsafe { slice.as_mut_slice::<T>() }.fill(value);
+}
+
+/// # Safety
+/// As for [`Slice::as_mut_slice`].
+unsafe fn write(to: &Slice, values: impl Iterator<Item = f32>) {
+    fn store<T>(to: &mut [T], values: impl Iterator<Item = f32>, convert: impl Fn(f32) -> T) {
+        to.iter_mut().zip(values).for_each(|(to, value)| *to = convert(value));
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        match to.dtype() {
+            Dtype::F32 => store(to.as_mut_slice::<f32>(), values, |x| x),
+            Dtype::BF16 => store(to.as_mut_slice::<bf16>(), values, bf16::from_f32),
+            Dtype::F16 => store(to.as_mut_slice::<f16>(), values, f16::from_f32),
+        }
+    }
+}
