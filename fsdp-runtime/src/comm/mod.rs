@@ -1,8 +1,11 @@
 //! Collectives on streams, each with a tag that says what it is for.
 
+mod arguments;
+mod call;
 mod device_mesh;
 mod error;
 pub mod local;
+mod traffic;
 
 use std::sync::Arc;
 

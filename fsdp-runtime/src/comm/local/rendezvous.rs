@@ -14,10 +14,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::call::{Call, Op};
 use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
+use crate::comm::call::{Call, Op};
 use crate::device::{Event, Slice};
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 

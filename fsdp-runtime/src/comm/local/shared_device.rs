@@ -6,7 +6,9 @@
 
 use super::rendezvous::{Meeting, Payload};
 use super::site::Site;
-use super::{Call, LocalComm, same_place};
+use super::LocalComm;
+use crate::comm::arguments::same_place;
+use crate::comm::call::Call;
 use crate::comm::{Accumulate, CommError};
 use crate::device::cuda::CudaStream;
 use crate::device::{Slice, Stream, cast};

@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::LocalComm;
-use super::call::{Call, Op};
 use super::rendezvous::{Arrival, Endpoint};
+use crate::comm::call::{Call, Op};
+use crate::comm::traffic::Traffic;
 use crate::comm::{CommCounter, CommError, Tag};
 use crate::sync::{Condvar, Mutex};
 
@@ -61,13 +61,7 @@ pub struct LocalWorld {
     pub(super) size: usize,
     pub(super) options: LocalOptions,
     pub(super) state: Mutex<State>,
-    traffic: Vec<[Traffic; Op::NAMES.len()]>,
-}
-
-#[derive(Default)]
-struct Traffic {
-    calls: AtomicU64,
-    bytes_from_peers: AtomicU64,
+    traffic: Vec<Traffic>,
 }
 
 /// What is behind the world's one lock. It is held for comparisons and counting, never while data moves.
@@ -324,7 +318,7 @@ impl LocalWorld {
                 channels: vec![Channel::new("world".to_owned(), (0..size).collect())],
                 ranks: (0..size).map(|_| RankState::default()).collect(),
             }),
-            traffic: (0..size).map(|_| Default::default()).collect(),
+            traffic: (0..size).map(|_| Traffic::default()).collect(),
         })
     }
 
@@ -434,17 +428,11 @@ impl LocalWorld {
     }
 
     pub(super) fn count(&self, rank: usize, op: Op, bytes_from_peers: usize) {
-        let traffic = &self.traffic[rank][op.index()];
-        traffic.calls.fetch_add(1, Ordering::Relaxed);
-        traffic.bytes_from_peers.fetch_add(bytes_from_peers as u64, Ordering::Relaxed);
+        self.traffic[rank].count(op, bytes_from_peers);
     }
 
     pub(super) fn counters(&self, rank: usize) -> Vec<(&'static str, CommCounter)> {
-        let read = |traffic: &Traffic| CommCounter {
-            calls: traffic.calls.load(Ordering::Relaxed),
-            bytes_from_peers: traffic.bytes_from_peers.load(Ordering::Relaxed),
-        };
-        Op::NAMES.into_iter().zip(self.traffic[rank].iter().map(read)).collect()
+        self.traffic[rank].counters()
     }
 }
 
