@@ -74,7 +74,8 @@ impl Caller {
             format!("it lacks rank {index}, which asks for it")
         } else if let Some(unknown) = ranks.iter().find(|rank| *rank >= size) {
             format!("there is no rank {unknown} among {size} ranks")
-        } else if let Some((_, twice)) = ranks.iter().enumerate().find(|(i, rank)| ranks[..*i].contains(rank)) {
+        } else if let Some((_, twice)) = ranks.iter().enumerate().find(|(i, rank)| ranks[..*i].contains(rank))
+        {
             format!("it names rank {twice} twice")
         } else {
             return Ok(());

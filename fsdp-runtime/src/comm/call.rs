@@ -233,8 +233,17 @@ impl Call {
         self.op == other.op && self.tag == other.tag
     }
 
-    /// Words for a disagreement: `rank 0 is in .., rank 1 in ..`.
-    pub(super) fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
+    /// Words for a disagreement of two ranks, the lower one first.
+    pub(super) fn differing(&self, rank: usize, other: &Call, other_rank: usize) -> String {
+        if rank < other_rank {
+            self.difference(rank, other, other_rank)
+        } else {
+            other.difference(other_rank, self, rank)
+        }
+    }
+
+    /// `rank 0 is in .., rank 1 in ..`.
+    fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
         let mut text = format!("rank {rank} is in {self}, rank {other_rank} in {other}");
         if self.same_name(other) {
             if self.device != other.device {

@@ -4,6 +4,7 @@
 //! at the same time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why
 //! that is sound). Sums are taken in rank order, so that every run gives the same bits.
 
+mod ledger;
 mod reduce;
 mod rendezvous;
 mod shake;
@@ -21,6 +22,7 @@ use self::shake::Place;
 use self::site::{Host, Site};
 use super::arguments::{Caller, same_place, share};
 use super::call::Call;
+use super::ledger::Control;
 use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
 
@@ -220,6 +222,10 @@ impl Communicator for LocalComm {
 
     fn note(&self, state: &str) {
         self.endpoint.note(state);
+    }
+
+    fn control(&self) -> Option<Control> {
+        Some(Control(self.endpoint.clone()))
     }
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {
