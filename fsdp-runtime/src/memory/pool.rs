@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::account::{Account, Category};
+use super::{Account, Category};
 use crate::comm::CommError;
 use crate::device::{Event, Slice, Stream};
 use crate::spec::Dtype;

@@ -65,6 +65,13 @@ impl Launch<'_> {
         unsafe { (*self.raw.params.add(index)).cast::<T>().read_unaligned() }
     }
 
+    /// The one parameter of a kernel of `fsdp-kernels`. Panics if it has another size.
+    pub fn args<A: fsdp_kernels::Args>(&self) -> A {
+        assert_eq!(self.sizes, [size_of::<A>()], "the kernel takes another struct");
+        // SAFETY: the driver passes a pointer to so many bytes; arguments are plain data of C's layout.
+        unsafe { (*self.raw.params).cast::<A>().read_unaligned() }
+    }
+
     /// The values at `address`. Panics if the kernel has not said that it reads them.
     pub fn read<T: AnyBitPattern>(&self, address: u64, len: usize) -> Vec<T> {
         self.check(address, len * size_of::<T>(), false);

@@ -30,6 +30,7 @@
 //! What holds on a device and does not here, and the other way round, is in the README beside this crate.
 
 mod finding;
+mod fsdp_kernels;
 mod kernel;
 #[path = "../driver/src/kernel_abi.rs"]
 #[allow(missing_docs)]
@@ -39,6 +40,7 @@ mod mutation;
 mod session;
 
 pub use finding::{Finding, Kind};
+pub use fsdp_kernels::register_fsdp_kernels;
 pub use kernel::{Access, Launch};
 pub use mutation::{LeftOut, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};

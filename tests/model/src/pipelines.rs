@@ -1,9 +1,11 @@
 //! The pipelines: what is handed out is the unit's present weights, no buffer is written while it is read,
 //! sums are exact, and everything ends.
 
+mod host;
 mod rank;
 mod setting;
 
+use self::host::Host;
 use self::rank::Rank;
 use self::setting::Setting;
 use crate::check::{check, choose};
@@ -22,7 +24,7 @@ pub fn train(inner: usize, outer: usize, schedules: usize) {
 
 fn trained(inner: usize, outer: usize) {
     let setting = Setting::choose(inner, outer);
-    let outcome = launch(inner * outer, |world| Rank::new(setting, &world, None)?.train());
+    let outcome = launch(inner * outer, |world| Rank::new(Host, setting, &world, None)?.train());
     assert!(outcome.is_ok(), "{setting:?}: {}", outcome.unwrap_err());
 }
 
@@ -33,7 +35,7 @@ pub fn fail_together(schedules: usize) {
         let (culprit, fuse) = (choose(2), choose(6));
         let outcome = launch(2, |world| {
             let fuse = (world.rank() == culprit).then_some(fuse);
-            Rank::new(setting, &world, fuse)?.train()
+            Rank::new(Host, setting, &world, fuse)?.train()
         });
         let Err(LaunchError::Ranks { first, others }) = outcome else { panic!("{setting:?}: {outcome:?}") };
         assert_eq!((first.rank, others.len()), (culprit, 1), "{setting:?}: {first}, {others:?}");

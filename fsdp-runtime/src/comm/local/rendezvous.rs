@@ -18,7 +18,9 @@ use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::comm::call::{Call, Op};
-use crate::device::{Event, Slice};
+#[cfg(feature = "cuda-driver")]
+use crate::device::Event;
+use crate::device::Slice;
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// What one rank brings into a collective.
@@ -36,6 +38,7 @@ pub(super) struct Payload {
     pub(super) values: Vec<f64>,
     pub(super) bytes: Vec<u8>,
     /// On a device: the ends of the rank's stream at its arrival and at each rendezvous so far.
+    #[cfg(feature = "cuda-driver")]
     pub(super) events: Mutex<Vec<Arc<dyn Event>>>,
 }
 
@@ -255,11 +258,13 @@ impl Meeting {
     }
 
     /// This rank's index in the channel.
+    #[cfg(feature = "cuda-driver")]
     pub(super) fn index(&self) -> usize {
         self.endpoint.index
     }
 
     /// The rank in the world of an index in the channel.
+    #[cfg(feature = "cuda-driver")]
     pub(super) fn world_rank(&self, index: usize) -> usize {
         self.endpoint.members[index]
     }

@@ -2,12 +2,9 @@
 
 use std::sync::Arc;
 
-use half::bf16;
-
 use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{CommError, Communicator, Phase};
-use crate::device::cpu::{ComputeStream, CpuStream};
+use crate::comm::{CommError, Phase};
 use crate::device::{Slice, Stream};
 use crate::launch::World;
 use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
@@ -21,7 +18,30 @@ use crate::trace::Tracer;
 
 const ROOT: usize = 0;
 
-pub(super) struct Rank {
+/// Where a rank's memory and streams are.
+pub(super) trait Place {
+    /// Allocates the rank's buffers.
+    fn account(&self) -> Account;
+
+    /// The compute stream: of the rank's own thread, if it need not be `apart`.
+    fn compute(&self, apart: bool) -> Arc<dyn Stream>;
+
+    /// A stream beside it.
+    fn side(&self, name: &str) -> Result<Arc<dyn Stream>, CommError>;
+
+    /// The compute stream calls `check` with the values of `slice`.
+    fn read(&self, compute: &dyn Stream, slice: Slice, check: Check) -> Result<(), CommError>;
+
+    /// The compute stream calls `update` with the values of `slice`, to be changed, which are f32 or rounded to bf16.
+    fn update(&self, compute: &dyn Stream, slice: Slice, update: Change32) -> Result<(), CommError>;
+}
+
+/// Panics if the values are not the expected ones.
+pub(super) type Check = Box<dyn FnOnce(&[f32]) + Send>;
+pub(super) type Change32 = Box<dyn FnOnce(&mut [f32]) + Send>;
+
+pub(super) struct Rank<P> {
+    place: P,
     setting: Setting,
     rank: usize,
     layout: ModelLayout,
@@ -82,8 +102,13 @@ fn layout(setting: &Setting) -> ModelLayout {
     ModelLayout::build(params.collect(), &units, &options).expect("a valid model")
 }
 
-impl Rank {
-    pub(super) fn new(setting: Setting, world: &World, fuse: Option<usize>) -> Result<Rank, CommError> {
+impl<P: Place> Rank<P> {
+    pub(super) fn new(
+        place: P,
+        setting: Setting,
+        world: &World,
+        fuse: Option<usize>,
+    ) -> Result<Self, CommError> {
         let (comm, rank) = (world.communicator(), world.rank());
         let (outer_rank, inner_rank) = (rank / setting.inner, rank % setting.inner);
         let inner: Vec<usize> = (0..setting.inner).map(|i| outer_rank * setting.inner + i).collect();
@@ -95,7 +120,7 @@ impl Rank {
         let neighbours = inner.split("neighbours", &neighbours)?;
 
         let layout = layout(&setting);
-        let account = Account::default();
+        let account = place.account();
         let placement = Placement { strategy: setting.strategy, rank: inner_rank, outer_rank };
         let groups: Vec<GroupBuffers> = layout
             .buckets
@@ -104,10 +129,8 @@ impl Rank {
                 GroupBuffers::allocate(&account, bucket.clone(), placement, &MixedPrecision::F32, true)
             })
             .collect::<Result<_, _>>()?;
-        let compute: Arc<dyn Stream> =
-            if setting.device { CpuStream::spawn("compute") } else { ComputeStream::new("compute") };
-        let streams =
-            Streams { compute, gather: CpuStream::spawn("gather"), reduce: CpuStream::spawn("reduce") };
+        let compute = place.compute(setting.device);
+        let streams = Streams { compute, gather: place.side("gather")?, reduce: place.side("reduce")? };
         let reshard = |unit: usize| match setting.reshard {
             _ if !setting.strategy.shards_params() || unit == ROOT => Reshard::Always,
             Mode::Always => Reshard::Always,
@@ -141,6 +164,10 @@ impl Rank {
             gather_units.collect(),
             &groups,
         );
+        let outer_reduction = || -> Result<Outer, CommError> {
+            let (comm, stream) = (outer.duplicate("reduce"), place.side("outer-reduce")?);
+            Ok(Outer { comm, stream, strategy: setting.outer_strategy })
+        };
         let reduce_units = layout.units.iter().map(|unit| (unit.path.as_str().into(), unit.buckets.clone()));
         let reduce = GradReducePipeline::new(
             inner.duplicate("reduce"),
@@ -155,17 +182,13 @@ impl Rank {
                 depth: setting.depth,
                 double_buffer: setting.double_buffer,
                 poison: setting.poison,
-                outer: (setting.outer > 1).then(|| Outer {
-                    comm: outer.duplicate("reduce"),
-                    stream: CpuStream::spawn("outer-reduce"),
-                    strategy: setting.outer_strategy,
-                }),
+                outer: (setting.outer > 1).then(outer_reduction).transpose()?,
             },
             reduce_units.collect(),
             &groups,
         );
         let versions = vec![0; groups.len()];
-        Ok(Rank { setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
+        Ok(Rank { place, setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
     }
 
     /// Two steps, and what follows them.
@@ -330,11 +353,8 @@ impl Rank {
         let buckets = &self.layout.units[unit].buckets;
         assert_eq!(full.len(), buckets.len());
         for (&group, slice) in buckets.iter().zip(full) {
-            let (slice, version) = (slice.clone(), self.versions[group]);
-            let rank = self.rank;
-            self.streams.compute.submit(Box::new(move || {
-                // SAFETY: the checker reports an access that is not ordered with this.
-                let values = unsafe { slice.as_slice::<f32>() };
+            let (rank, version) = (self.rank, self.versions[group]);
+            let check = move |values: &[f32]| {
                 for (element, &value) in values.iter().enumerate() {
                     let expected = weight(group, version, element);
                     assert_eq!(
@@ -342,8 +362,8 @@ impl Rank {
                         "rank {rank}: weight {element} of group {group}, unit {unit}"
                     );
                 }
-                Ok(())
-            }))?;
+            };
+            self.place.read(&*self.streams.compute, slice.clone(), Box::new(check))?;
         }
         Ok(())
     }
@@ -365,23 +385,17 @@ impl Rank {
         let rank = self.rank;
         for target in targets {
             let overwrite = target.fresh && !*written;
-            let items = self.groups[target.group].layout.items.clone();
-            self.streams.compute.submit(Box::new(move || {
-                for element in items.iter().flat_map(|item| item.range()) {
-                    let slice = target.bucket.range(element..element + 1);
-                    let value = contribution(rank, microbatch, element);
-                    if slice.dtype() == Dtype::F32 {
-                        // SAFETY: as in `check_weights`.
-                        let at = &mut unsafe { slice.as_mut_slice::<f32>() }[0];
-                        *at = if overwrite { value } else { *at + value };
-                    } else {
-                        // SAFETY: as in `check_weights`.
-                        let at = &mut unsafe { slice.as_mut_slice::<bf16>() }[0];
-                        *at = bf16::from_f32(if overwrite { value } else { at.to_f32() + value });
+            for item in &self.groups[target.group].layout.items {
+                let elements = item.range();
+                let slice = target.bucket.range(elements.clone());
+                let update = move |values: &mut [f32]| {
+                    for (value, element) in values.iter_mut().zip(elements) {
+                        let new = contribution(rank, microbatch, element);
+                        *value = if overwrite { new } else { *value + new };
                     }
-                }
-                Ok(())
-            }))?;
+                };
+                self.place.update(&*self.streams.compute, slice, Box::new(update))?;
+            }
         }
         *written = true;
         Ok(())
@@ -410,9 +424,7 @@ impl Rank {
             };
             let slice = grads.part(range.clone());
             let items = buffers.layout.items.clone();
-            self.streams.compute.submit(Box::new(move || {
-                // SAFETY: as in `check_weights`.
-                let values = unsafe { slice.as_slice::<f32>() };
+            let check = move |values: &[f32]| {
                 for (element, &value) in range.zip(values) {
                     let all = microbatches.iter().flat_map(|&m| (0..ranks).map(move |rank| (rank, m)));
                     let sum: f32 = all.map(|(rank, m)| uses as f32 * contribution(rank, m, element)).sum();
@@ -420,8 +432,8 @@ impl Rank {
                     let expected = if is_item { sum } else { 0.0 };
                     assert_eq!(value, expected, "gradient {element} of group {group}");
                 }
-                Ok(())
-            }))?;
+            };
+            self.place.read(&*self.streams.compute, slice, Box::new(check))?;
         }
         Ok(())
     }
@@ -445,15 +457,12 @@ impl Rank {
                 _ => buffers.shard.clone(),
             };
             let (slice, version) = (buffers.model_weight.part(range.clone()), self.versions[group]);
-            self.streams.compute.submit(Box::new(move || {
-                // SAFETY: as in `check_weights`.
-                let values = unsafe { slice.as_mut_slice::<f32>() };
-                values
-                    .iter_mut()
-                    .zip(range)
-                    .for_each(|(value, element)| *value = weight(group, version, element));
-                Ok(())
-            }))?;
+            let update = move |values: &mut [f32]| {
+                for (value, element) in values.iter_mut().zip(range) {
+                    *value = weight(group, version, element);
+                }
+            };
+            self.place.update(&*self.streams.compute, slice, Box::new(update))?;
         }
         self.gather.reset()?;
         let change = if update == Update::Step { Change::Step } else { Change::Loaded(unit) };

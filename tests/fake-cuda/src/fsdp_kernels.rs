@@ -1,0 +1,83 @@
+//! Kernels of `fsdp-kernels` as Rust functions: those that the runtime launches by itself.
+
+use ::fsdp_kernels::{AccumulateArgs, Args, CastArgs, Dtype, Kernel, SumRanksArgs};
+use half::{bf16, f16};
+
+use crate::kernel::{Access, Launch, register};
+
+/// Registers them, and returns text that is taken for a module that has all kernels.
+pub fn register_fsdp_kernels() -> String {
+    for kernel in Kernel::all() {
+        let [from, to] = kernel.dtypes();
+        let name = kernel.name();
+        if name.starts_with("fsdp_cast_") {
+            add::<CastArgs>(kernel, move |launch, args| {
+                let values = read(launch, args.from, args.len, from);
+                write(launch, args.to, to, &values);
+            });
+        } else if name.starts_with("fsdp_accumulate_") {
+            add::<AccumulateArgs>(kernel, move |launch, args| {
+                let mut acc = vec![0.0; args.len as usize];
+                if args.beta != 0.0 {
+                    let old = read(launch, args.acc, args.len, to);
+                    acc.iter_mut().zip(old).for_each(|(acc, old)| *acc = old * args.beta);
+                }
+                if args.scale != 0.0 {
+                    let values = read(launch, args.values, args.len, from);
+                    acc.iter_mut().zip(values).for_each(|(acc, value)| *acc += args.scale * value);
+                }
+                write(launch, args.acc, to, &acc);
+            });
+        } else if name.starts_with("fsdp_sum_ranks_") {
+            add::<SumRanksArgs>(kernel, move |launch, args| {
+                let sources = &args.sources[..args.count as usize];
+                let mut sum = read(launch, sources[0], args.len, from);
+                for &source in &sources[1..] {
+                    let values = read(launch, source, args.len, from);
+                    sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+                }
+                sum.iter_mut().for_each(|sum| *sum *= args.scale);
+                if args.add != 0 {
+                    let old = read(launch, args.out, args.len, to);
+                    sum.iter_mut().zip(old).for_each(|(sum, old)| *sum += old);
+                }
+                write(launch, args.out, to, &sum);
+            });
+        }
+    }
+    crate::Session::image(Kernel::all().map(|kernel| kernel.name()))
+}
+
+fn add<A: Args>(kernel: Kernel, run: impl Fn(&Launch<'_>, A) + Send + Sync + 'static) {
+    let accesses = move |launch: &Launch<'_>| {
+        let args: A = launch.args();
+        // SAFETY: the arguments are the struct that the kernel takes.
+        let accesses = unsafe { kernel.accesses((&raw const args).cast()) };
+        let both = |access: ::fsdp_kernels::Access| {
+            let (begin, bytes) = (access.begin, access.bytes as usize);
+            let written = access.writes.then(|| Access::write(begin, bytes));
+            // What is written may be read as well.
+            std::iter::once(Access::read(begin, bytes)).chain(written)
+        };
+        accesses.into_iter().flat_map(both).collect()
+    };
+    register(kernel.name(), &[kernel.args_size()], accesses, move |launch| run(launch, launch.args()));
+}
+
+fn read(launch: &Launch<'_>, at: u64, len: u64, dtype: Dtype) -> Vec<f32> {
+    let len = len as usize;
+    match dtype {
+        Dtype::F32 => launch.read::<f32>(at, len),
+        Dtype::BF16 => launch.read::<u16>(at, len).into_iter().map(|x| bf16::from_bits(x).to_f32()).collect(),
+        Dtype::F16 => launch.read::<u16>(at, len).into_iter().map(|x| f16::from_bits(x).to_f32()).collect(),
+    }
+}
+
+fn write(launch: &Launch<'_>, at: u64, dtype: Dtype, values: &[f32]) {
+    let narrow = |convert: fn(f32) -> u16| values.iter().map(|&x| convert(x)).collect::<Vec<u16>>();
+    match dtype {
+        Dtype::F32 => launch.write(at, values),
+        Dtype::BF16 => launch.write(at, &narrow(|x| bf16::from_f32(x).to_bits())),
+        Dtype::F16 => launch.write(at, &narrow(|x| f16::from_f32(x).to_bits())),
+    }
+}
