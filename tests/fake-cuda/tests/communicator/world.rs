@@ -1,14 +1,13 @@
 //! Ranks as threads, each with a device of its own, joined by NCCL.
 
-use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fake_cuda::register_fsdp_kernels;
 use fsdp_runtime::comm::nccl::NcclComm;
-use fsdp_runtime::comm::{Communicator, Phase, Tag};
+use fsdp_runtime::comm::{Phase, Tag};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, CudaStream, KernelImage, Priority};
-use fsdp_runtime::device::{Element, Slice, Stream, update_f32};
+use fsdp_runtime::device::{Slice, Stream, update_f32};
 use fsdp_runtime::launch::{LaunchError, Launcher, World};
 use fsdp_runtime::spec::Dtype;
 
@@ -47,12 +46,17 @@ impl Rank {
         Ok(NcclComm::new(self.world.communicator().clone(), &self.device)?)
     }
 
+    /// Zeros on the device.
+    pub fn zeros(&self, dtype: Dtype, len: usize) -> Outcome<Slice> {
+        Ok(Slice::zeros_in(&self.device.memory(), dtype, len, None)?)
+    }
+
     /// Values on the device, rounded to `dtype`.
     pub fn upload(&self, dtype: Dtype, values: &[f32]) -> Outcome<Slice> {
         let host = Slice::zeros_in(&self.device.pinned(), dtype, values.len(), None)?;
         // SAFETY: the memory is new, and nobody else has it.
         unsafe { update_f32(&host, |all| all.copy_from_slice(values)) };
-        let slice = Slice::zeros_in(&self.device.memory(), dtype, values.len(), None)?;
+        let slice = self.zeros(dtype, values.len())?;
         self.compute.copy(&host, &slice)?;
         Ok(slice)
     }
