@@ -43,25 +43,22 @@ impl State {
     }
 
     /// `called by: [0], missing: [1]; ..`, for a call that does not end, and the ranks to blame.
-    fn standing(&self, channel: usize, entry: &Entry) -> (Vec<usize>, String) {
+    fn standing(&self, channel: usize, entry: &Entry, trouble: &Trouble) -> (Vec<usize>, String) {
         let members = &self.channels[channel].members;
-        let world =
-            |indices: &mut dyn Iterator<Item = usize>| indices.map(|i| members[i]).collect::<Vec<_>>();
-        let missing = world(&mut entry.before(Stage::Called));
+        let before = |stage| entry.before(stage).map(|i| members[i]).collect::<Vec<_>>();
+        let missing = before(Stage::Called);
         if !missing.is_empty() {
             let called = members.iter().copied().filter(|rank| !missing.contains(rank)).collect::<Vec<_>>();
             let whereabouts = self.whereabouts(channel, missing.clone()).join("; ");
             return (missing.clone(), format!("called by: {called:?}, missing: {missing:?}; {whereabouts}"));
         }
-        let behind = world(&mut entry.before(Stage::Started));
+        // How far devices are is known of calls of some age.
+        let behind = if matches!(trouble, Trouble::Late) { before(Stage::Started) } else { Vec::new() };
         if !behind.is_empty() && behind.len() < members.len() {
-            return (
-                behind.clone(),
-                format!("called by all, but the devices of {behind:?} have not come to it"),
-            );
+            let message = format!("called by all, but the devices of {behind:?} have not come to it");
+            return (behind, message);
         }
-        let state = if behind.is_empty() { "in it" } else { "before it" };
-        (Vec::new(), format!("called by all, and all devices are {state}: NCCL_DEBUG=WARN may tell more"))
+        (Vec::new(), "called by all; NCCL_DEBUG=WARN may tell more".to_owned())
     }
 }
 
@@ -147,7 +144,7 @@ impl Ledger for Endpoint {
         let entry = number.and_then(|number| state.entry(*channel, number));
         let (missing, place) = match entry {
             Some(entry) => {
-                let (missing, standing) = state.standing(*channel, entry);
+                let (missing, standing) = state.standing(*channel, entry, &trouble);
                 let name = state.name(*channel, entry.number);
                 (missing, format!(" in {}, {name}; {standing}", entry.call))
             }

@@ -50,13 +50,16 @@ impl Comm {
     pub(super) fn settle(&self, number: Option<u64>) -> Result<(), CommError> {
         const SPINS: u32 = 100;
         const PAUSE: Duration = Duration::from_micros(50);
-        let deadline = Instant::now().checked_add(self.ledger.timeout());
+        let start = Instant::now();
         let mut polls = 0;
         loop {
             let trouble = match self.handle.health() {
                 Health::Ready => return Ok(()),
-                Health::Busy if deadline.is_some_and(|deadline| Instant::now() > deadline) => Trouble::Late,
-                Health::Busy => {
+                Health::Busy if start.elapsed() > self.ledger.timeout() => Trouble::Late,
+                Health::Failed(failure) if !failure.is_remote() || start.elapsed() > self.news() => {
+                    failure.trouble()
+                }
+                Health::Busy | Health::Failed(_) => {
                     self.check()?;
                     polls += 1;
                     if polls < SPINS {
@@ -66,7 +69,6 @@ impl Comm {
                     }
                     continue;
                 }
-                Health::Failed(failure) => failure.trouble(),
                 Health::Gone => {
                     self.check()?;
                     Trouble::Here("its communicator was aborted".to_owned())
@@ -74,6 +76,12 @@ impl Comm {
             };
             return Err(self.ledger.give_up(number, trouble));
         }
+    }
+
+    /// How long a failure that NCCL lays on another rank may take to be told by that rank, which knows more.
+    pub(super) fn news(&self) -> Duration {
+        const NEWS: Duration = Duration::from_secs(2);
+        NEWS.min(self.ledger.timeout())
     }
 
     /// The failure of the world or of the device.

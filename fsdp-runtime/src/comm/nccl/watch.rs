@@ -47,8 +47,6 @@ pub(super) struct Lease {
 const TICK: Duration = Duration::from_millis(20);
 /// The device is asked about collectives that are older.
 const YOUNG: Duration = Duration::from_millis(500);
-/// How long a failure that NCCL lays on another rank may take to be told by that rank, which knows more.
-const NEWS: Duration = Duration::from_secs(2);
 
 impl Lease {
     /// Starts the watchdog.
@@ -155,14 +153,14 @@ impl Watched {
     /// Looks for what is wrong, and goes on with its end if it is no more used; true once it has ended.
     fn look(&mut self, closed: bool) -> Result<bool, Trouble> {
         let health = self.comm.handle.health();
+        self.follow(closed).map_err(|error| Trouble::Here(error.to_string()))?;
         if let Health::Failed(failure) = &health {
             let since = *self.suspicious.get_or_insert_with(Instant::now);
-            if !failure.is_remote() || since.elapsed() > NEWS.min(self.comm.ledger.timeout()) {
+            if !failure.is_remote() || since.elapsed() > self.comm.news() {
                 return Err(failure.clone().trouble());
             }
             return Ok(false);
         }
-        self.follow(closed).map_err(|error| Trouble::Here(error.to_string()))?;
         if !self.comm.is_released() || !self.comm.has_landed() {
             return Ok(false);
         }
