@@ -3,6 +3,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <memory>
 #include <vector>
 
 #include <setjmp.h>
@@ -42,7 +43,7 @@ enum class State { Ready, AtBarrier, AtExchange, Done };
 struct Fiber {
     jmp_buf context;  // where it goes on, once it has a stack in use
     bool started = false;
-    std::vector<char> stack;
+    std::unique_ptr<char[]> stack;  // left untouched, so that only what is used becomes resident
     State state;
     Site site;  // of the barrier or exchange where it waits
 };
@@ -141,8 +142,8 @@ void live() {
     fiber.started = true;
     ucontext_t context;
     getcontext(&context);
-    context.uc_stack.ss_sp = fiber.stack.data();
-    context.uc_stack.ss_size = fiber.stack.size();
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = STACK;
     context.uc_link = nullptr;
     makecontext(&context, live, 0);
     setcontext(&context);
@@ -372,7 +373,7 @@ const char* fsdp_kernels_host_launch(const char* name, unsigned grid_x, unsigned
     if (launch.fibers.size() != threads) {
         launch.fibers.clear();
         launch.fibers.resize(threads);
-        for (Fiber& fiber : launch.fibers) fiber.stack.resize(STACK);
+        for (Fiber& fiber : launch.fibers) fiber.stack.reset(new char[STACK]);
     }
     launch.threads = threads;
     launch.warps.resize(threads / WARP);

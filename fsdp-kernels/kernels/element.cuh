@@ -101,6 +101,31 @@ FSDP_DEVICE bool packs(const T* address) {
     return reinterpret_cast<u64>(address) % (PACK * sizeof(T)) == 0;
 }
 
+// A pack to memory. By assembly, because the compiler often takes packs apart again where there are several.
+#ifdef FSDP_HOST
+
+template <class T>
+FSDP_DEVICE void put_pack(T* to, const Pack<T, PACK>& pack) {
+    *reinterpret_cast<Pack<T, PACK>*>(to) = pack;
+}
+
+#else
+
+FSDP_DEVICE void put_pack(f32* to, const Pack<f32, 4>& pack) {
+    const f32(&e)[4] = pack.elements;
+    asm volatile("{ .reg .u64 a; cvta.to.global.u64 a, %0; st.global.v4.f32 [a], {%1, %2, %3, %4}; }"
+                 : : "l"(to), "f"(e[0]), "f"(e[1]), "f"(e[2]), "f"(e[3]) : "memory");
+}
+
+template <class T>
+FSDP_DEVICE void put_pack(T* to, const Pack<T, 4>& pack) {
+    const T(&e)[4] = pack.elements;
+    asm volatile("{ .reg .u64 a; cvta.to.global.u64 a, %0; st.global.v4.u16 [a], {%1, %2, %3, %4}; }"
+                 : : "l"(to), "h"(e[0].bits), "h"(e[1].bits), "h"(e[2].bits), "h"(e[3].bits) : "memory");
+}
+
+#endif
+
 // Element `at`, as it is.
 template <class T>
 FSDP_DEVICE T get(const T* from, u64 at) {
@@ -130,7 +155,12 @@ FSDP_DEVICE void store(T* to, u64 at, const f32 (&values)[N]) {
     Pack<T, N> pack;
     FSDP_UNROLL
     for (int k = 0; k < N; ++k) pack.elements[k] = narrow<T>(values[k]);
-    *reinterpret_cast<Pack<T, N>*>(to + at) = pack;
+    if constexpr (N == PACK) {
+        put_pack(to + at, pack);
+    } else {
+        static_assert(N == 1, "elements go by packs or alone");
+        to[at] = pack.elements[0];
+    }
 }
 
 // The first `count` of a pack, the others left as they are; `packed` only for a whole one. Indices are constants, so

@@ -2,7 +2,7 @@
 //
 // - Blocks have THREADS threads; grids have any size: work is dealt out in strides, and no result depends on the
 //   number of blocks.
-// - A kernel takes one struct by value, which `src/args.rs` mirrors.
+// - A kernel takes one struct by value, which a struct of the same name in src/ mirrors.
 // - No floating-point atomics: a sum has one order, written down where it is taken.
 // - Global memory is reached through element.cuh, shared memory through FSDP_SHARED: there the emulation looks for
 //   accesses out of bounds and for races.

@@ -19,11 +19,12 @@ struct RmsNormArgs {
 
 template <class T, u32 TEAM>
 FSDP_DEVICE void rms_norm_by(const RmsNormArgs& a) {
+    constexpr u64 TEAMS = THREADS / TEAM;
     const u32 team = threadIdx.x / TEAM, member = threadIdx.x % TEAM;
     const T* weight = static_cast<const T*>(a.weight);
     const bool aligned = a.width % PACK == 0 && packs(weight);
     // The count of turns is the block's, so that its threads meet in every sum.
-    for (u64 turn = blockIdx.x * static_cast<u64>(THREADS / TEAM); turn < a.rows; turn += gridDim.x * static_cast<u64>(THREADS / TEAM)) {
+    for (u64 turn = blockIdx.x * TEAMS; turn < a.rows; turn += gridDim.x * TEAMS) {
         const u64 row = turn + team;
         const u64 width = row < a.rows ? a.width : 0;
         const T* x = static_cast<const T*>(a.x) + row * a.width;
@@ -77,11 +78,12 @@ struct RmsNormBackwardArgs {
 template <class T, u32 TEAM>
 FSDP_DEVICE void rms_norm_backward_by(const RmsNormBackwardArgs& a) {
     FSDP_DYNAMIC_SHARED(f32, sums);
+    constexpr u64 TEAMS = THREADS / TEAM;
     const u32 team = threadIdx.x / TEAM, member = threadIdx.x % TEAM;
     const T* weight = static_cast<const T*>(a.weight);
     const bool aligned = a.width % PACK == 0 && packs(weight);
     const u64 chunks = (a.rows + NORM_ROWS - 1) / NORM_ROWS;
-    for (u64 turn = blockIdx.x * static_cast<u64>(THREADS / TEAM); turn < chunks; turn += gridDim.x * static_cast<u64>(THREADS / TEAM)) {
+    for (u64 turn = blockIdx.x * TEAMS; turn < chunks; turn += gridDim.x * TEAMS) {
         const u64 chunk = turn + team;
         f32* partial = a.partials + chunk * a.width;
         for (u64 row = chunk * NORM_ROWS; row < (chunk + 1) * NORM_ROWS; ++row) {
@@ -90,7 +92,7 @@ FSDP_DEVICE void rms_norm_backward_by(const RmsNormBackwardArgs& a) {
             const T* x = static_cast<const T*>(a.x) + row * a.width;
             const T* dy = static_cast<const T*>(a.dy) + row * a.width;
             T* dx = a.dx ? static_cast<T*>(a.dx) + row * a.width : nullptr;
-            const bool packed = aligned && packs(x) && packs(dy) && packs(dx);
+            const bool packed = aligned && packs(x) && packs(dy) && packs(dx) && packs(a.partials);
             f32 product = 0.0f;
             for_each_by(member, TEAM, width, packed, [&](auto n, u64 at) {
                 constexpr int N = decltype(n)::value;
@@ -112,18 +114,16 @@ FSDP_DEVICE void rms_norm_backward_by(const RmsNormBackwardArgs& a) {
                 load<N>(weight, at, w);
                 if (a.partials) {
                     // A column of the team belongs to one thread, in every row.
+                    const u64 slot = team * a.width + at;
+                    f32 sum[N] = {};
+                    if (!first && !a.in_shared) load<N>(partial, at, sum);
                     FSDP_UNROLL
                     for (int k = 0; k < N; ++k) {
-                        f32 sum = grad[k] * rounded<T>(value[k] * scale);
-                        const u64 slot = team * a.width + at + k;
-                        if (a.in_shared) {
-                            if (!first) sum = sums[slot] + sum;
-                            if (!last) sums[slot] = sum;
-                        } else if (!first) {
-                            sum = get(partial, at + k) + sum;
-                        }
-                        if (last || !a.in_shared) put(partial, at + k, sum);
+                        if (!first && a.in_shared) sum[k] = sums[slot + k];
+                        sum[k] += grad[k] * rounded<T>(value[k] * scale);
+                        if (!last && a.in_shared) sums[slot + k] = sum[k];
                     }
+                    if (last || !a.in_shared) store<N>(partial, at, sum);
                 }
                 if (dx) {
                     FSDP_UNROLL
@@ -165,7 +165,7 @@ FSDP_DEVICE void column_sums(const ColumnSumsArgs& a) {
     FSDP_SHARED(f32, sums, THREADS);
     T* out = static_cast<T*>(a.out);
     const u32 lane = threadIdx.x % WARP, group = threadIdx.x / WARP;
-    for (u64 begin = blockIdx.x * static_cast<u64>(WARP); begin < a.width; begin += gridDim.x * static_cast<u64>(WARP)) {
+    for (u64 begin = static_cast<u64>(blockIdx.x) * WARP; begin < a.width; begin += gridDim.x * u64{WARP}) {
         const u64 column = begin + lane;
         f32 sum = 0.0f;
         if (column < a.width) {

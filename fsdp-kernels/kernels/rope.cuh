@@ -47,7 +47,9 @@ FSDP_DEVICE void rope(const RopeArgs& a) {
         const f32* cos = a.cos + position * a.half;
         const f32* sin = a.sin + position * a.half;
         if (a.half % PACK == 0 && packs(x) && packs(out) && packs(cos) && packs(sin)) {
-            for (u32 pair = threadIdx.x * PACK; pair < pairs; pair += THREADS * PACK) turn<PACK>(a, x, out, cos, sin, pair);
+            for (u32 pair = threadIdx.x * PACK; pair < pairs; pair += THREADS * PACK) {
+                turn<PACK>(a, x, out, cos, sin, pair);
+            }
         } else {
             for (u32 pair = threadIdx.x; pair < pairs; pair += THREADS) turn<1>(a, x, out, cos, sin, pair);
         }

@@ -41,10 +41,10 @@ pub struct AdamWArgs {
 
 // SAFETY: repr(C), the fields of `AdamWArgs` in adamw.cuh.
 unsafe impl Args for AdamWArgs {
-    /// A column of blocks for each segment, as high as `max_blocks` allows for one of many; for a grid that follows
-    /// the lengths see [`AdamWArgs::launch_for`].
+    /// A row of blocks for each segment, as if one of them were the whole shard; for a grid that follows their lengths
+    /// see [`AdamWArgs::launch_for`].
     fn launch(&self, max_blocks: u32) -> Option<Launch> {
-        self.launch_for(u64::MAX, max_blocks)
+        self.launch_for(self.len, max_blocks)
     }
 
     fn accesses(&self, [grads, model]: [Dtype; 2]) -> Vec<Access> {
@@ -153,8 +153,9 @@ mod tests {
             segment_count: 5,
             scale: 1.0,
         };
-        assert_eq!(args.launch(1000).unwrap().grid, [200, 5]);
-        assert_eq!(args.launch_for(3000, 1000).unwrap().grid, [3, 5]);
+        assert_eq!(args.launch(1000).unwrap().grid, [3, 5]);
+        assert_eq!(args.launch_for(1024, 1000).unwrap().grid, [1, 5]);
+        assert_eq!(AdamWArgs { len: 1 << 40, ..args }.launch(1000).unwrap().grid, [200, 5]);
         assert_eq!(args.launch_for(0, 1000), None);
         assert_eq!(AdamWArgs { segment_count: 0, ..args }.launch(1000), None);
         assert_eq!(AdamWArgs { segment_count: 100_000, ..args }.launch(1000).unwrap().grid, [1, 65_535]);

@@ -21,8 +21,8 @@ pub fn accumulate(values: Dtype, acc: Dtype) -> &'static str {
 
 /// `acc = acc * beta + scale * values`, in f32, rounded to the dtype of `acc`.
 ///
-/// What has factor 0 is not read: with `beta` 0 it does not matter what `acc` holds, with `scale` 0 (a scaling of `acc`)
-/// `values` may be 0.
+/// What has factor 0 is not read: with `beta` 0 it does not matter what `acc` holds, with `scale` 0 (a scaling of
+/// `acc`) `values` may be 0.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct AccumulateArgs {

@@ -2,8 +2,9 @@
 //!
 //! [`SOURCE`] is one CUDA C++ program for sm_80 and later that includes no header. The runtime compiles it with NVRTC
 //! on the device it finds, with [`OPTIONS`]: so a build needs no CUDA toolkit, the code is that of the exact
-//! architecture, and one text serves all of them. candle's `cuda` feature loads NVRTC in any case, and the result can
-//! be cached. `nvcc` compiles the same text (`kernels/kernels.cu`), which CI does for sm_80, sm_90 and sm_100.
+//! architecture, and one text serves all of them. candle's `cuda` feature loads NVRTC in any case. It takes some five
+//! seconds: the result is worth caching. `nvcc` compiles the same text (`kernels/kernels.cu`). CI does both for sm_80,
+//! sm_90 and sm_100 (`.ci/kernels`).
 //!
 //! A kernel is found by the name that functions like [`adamw`] give for its dtypes, and takes one struct by value,
 //! such as [`AdamWArgs`]: pass its address as the only kernel parameter. [`Args::launch`] says with which grid.
@@ -19,16 +20,17 @@
 //! ```
 //!
 //! # What all kernels keep
-//! - Results do not depend on the number of blocks, on alignment or on timing: every sum has one order.
-//! - Arithmetic is f32 (norms and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW, reductions,
-//!   SwiGLU and the embedding's gradient give the bits of the CPU implementations.
+//! - Results do not depend on the number of blocks or on timing: every sum has one order. On alignment only sums along
+//!   the rows of RMSNorm and of logits depend, within rounding.
+//! - Arithmetic is f32 (norms of gradients and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW,
+//!   reductions, rotary embedding, SwiGLU and the embedding's gradient give the bits of the CPU implementations.
 //! - Any length and offset is right; packs of four elements are used where addresses allow.
 //! - Indices are 64 bits wide.
 //!
 //! # Checks without a GPU
 //! With the feature `host` the same text is compiled as C++ behind an emulation of CUDA's threads, and
 //! `host::launch` runs a kernel there, with bounds and races checked. It needs a C++ compiler, which nothing else
-//! does.
+//! does. [`Kernel`] tells a driver that runs launches on the host what each of them reads and writes.
 
 mod access;
 mod adamw;

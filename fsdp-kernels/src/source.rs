@@ -29,10 +29,10 @@ program! {
     "embedding.cuh"
 }
 
-/// What the program must be compiled with, beside the architecture (NVRTC's spelling): the results promised need
-/// products and sums apart. Faster division, square roots and flushed subnormal numbers must stay off, as they are by
-/// default.
-pub const OPTIONS: &[&str] = &["--std=c++17", "--fmad=false"];
+/// What NVRTC must be given, beside the architecture: the results promised need products and sums apart, and lambdas
+/// are functions of the device. Faster division, square roots and flushed subnormal numbers must stay off, as they are
+/// by default. `nvcc` takes the first two, and knows where a lambda belongs.
+pub const OPTIONS: &[&str] = &["--std=c++17", "--fmad=false", "--device-as-default-execution-space"];
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! What kernels say that they touch is what they touch, and each of their barriers is needed.
 
 use fsdp_kernels::host::{self, HostError};
-use fsdp_kernels::{Access, FAMILIES};
+use fsdp_kernels::{Access, FAMILIES, Kernel};
 
 use crate::catalogue::cases;
 
@@ -13,6 +13,14 @@ fn the_catalogue_has_every_kernel() {
     let mut all: Vec<&str> = FAMILIES.iter().flat_map(|family| family.kernels).copied().collect();
     all.sort();
     assert_eq!(listed, all);
+}
+
+#[test]
+fn structs_have_the_sizes_of_the_text() {
+    let built = host::kernels();
+    for kernel in Kernel::all() {
+        assert!(built.contains(&(kernel.name().into(), kernel.args_size())), "{kernel:?}");
+    }
 }
 
 /// A launch with one thing changed about its memory must end at what touches it.

@@ -57,8 +57,8 @@ fn subnormal_unit(dtype: Dtype) -> f64 {
     }
 }
 
-/// Fails unless `got`, of this dtype, is `want` but for `roundings` roundings to it and an error of `f32_units` units of
-/// f32 in terms as large as `magnitude`.
+/// Fails unless `got`, of this dtype, is `want` but for `roundings` roundings to it and an error of `f32_units` units
+/// of f32 in terms as large as `magnitude`.
 #[track_caller]
 pub fn assert_close(got: f32, want: f64, dtype: Dtype, roundings: f64, f32_units: f64, magnitude: f64) {
     let bound = roundings * (unit(dtype) * want.abs() + subnormal_unit(dtype))

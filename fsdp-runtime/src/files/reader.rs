@@ -338,7 +338,10 @@ mod tests {
             format!("tensor `i` in `{at}` is I64: expected F32, BF16, F16 or F64")
         );
         let names: [(&str, &[usize]); 2] = [("a", &[2]), ("i", &[1])];
-        assert!(matches!(file.check(names), Err(TensorFileError::Dtype { .. })));
+        let Err(TensorFileError::Mismatch { mismatch, .. }) = file.check(names) else {
+            panic!("integers are not read as floats")
+        };
+        assert_eq!(mismatch.dtypes.iter().map(|wrong| wrong.name.as_str()).collect::<Vec<_>>(), ["i"]);
     }
 
     #[test]

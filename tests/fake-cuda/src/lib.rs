@@ -36,12 +36,14 @@ mod kernel;
 #[allow(missing_docs)]
 mod kernel_abi;
 mod library;
+mod log;
 mod mutation;
 mod session;
 
 pub use finding::{Finding, Kind};
 pub use fsdp_kernels::register_fsdp_kernels;
 pub use kernel::{Access, Launch};
-pub use mutation::{LeftOut, Step, Survivor, survivors};
+pub use log::Operation;
+pub use mutation::{LeftOut, Of, Step, Survivor, survivors};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

@@ -20,16 +20,19 @@ pub struct Control {
     pub set_devices: extern "C" fn(usize, usize),
     pub set_attribute: extern "C" fn(c_int, c_int),
     pub usage: extern "C" fn(usize, *mut usize, *mut usize),
-    pub leave_out: extern "C" fn(c_int, usize, u64),
+    pub leave_out: extern "C" fn(c_int, *const c_char, usize, u64),
     pub left_out: extern "C" fn() -> c_int,
-    pub steps: extern "C" fn(c_int, usize) -> u64,
+    pub steps: extern "C" fn(c_int, *const c_char, usize) -> u64,
     pub pending: extern "C" fn() -> usize,
     pub name_stream: extern "C" fn(usize, *const c_char) -> c_int,
     pub label: extern "C" fn(*const c_char),
     pub host_access: extern "C" fn(usize, usize, bool),
     pub release: extern "C" fn() -> u64,
     pub acquire: extern "C" fn(u64),
-    pub lose_rank: extern "C" fn(usize, u64, bool),
+    pub lose_device: extern "C" fn(usize, u64, bool),
+    pub start_log: extern "C" fn(),
+    pub log: extern "C" fn(*mut u8, usize) -> usize,
+    pub is_ordered: extern "C" fn(usize, usize) -> bool,
 }
 
 /// The control functions; the first call loads the driver. Panics if it cannot be loaded under the real names.
@@ -65,7 +68,10 @@ pub fn control() -> &'static Control {
             host_access: find(library, "fake_cuda_host_access"),
             release: find(library, "fake_cuda_release"),
             acquire: find(library, "fake_cuda_acquire"),
-            lose_rank: find(library, "fake_nccl_lose_rank"),
+            lose_device: find(library, "fake_nccl_lose_device"),
+            start_log: find(library, "fake_cuda_start_log"),
+            log: find(library, "fake_cuda_log"),
+            is_ordered: find(library, "fake_cuda_is_ordered"),
         }
     })
 }

@@ -1,5 +1,8 @@
 //! Programs with one wait or record left out.
 
+use std::ffi::CString;
+use std::ptr;
+
 use crate::library::control;
 use crate::session::{Schedule, Session};
 
@@ -10,6 +13,15 @@ pub enum Step {
     Wait = 0,
     /// A stream records an event (`cuEventRecord`); it stays where it was recorded before.
     Record = 1,
+}
+
+/// Whose steps are meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Of<'a> {
+    /// Those of the streams of a device.
+    Device(usize),
+    /// Those that the threads of this name take (of which 15 bytes count).
+    Thread(&'a str),
 }
 
 /// What became of the step to be left out.
@@ -24,22 +36,20 @@ pub enum LeftOut {
 }
 
 /// A step that no test would miss.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Survivor {
     /// Its kind.
     pub step: Step,
-    /// The device of its stream.
-    pub device: usize,
-    /// Its number among those of its kind and device, from 0.
+    /// Its number among those of its kind, from 0.
     pub nth: u64,
     /// Whether nothing could have missed it: the stream was ordered so without it.
     pub redundant: bool,
 }
 
 impl Session {
-    /// Leaves out the `nth` step of its kind, from 0, of the streams of a device, once.
-    pub fn leave_out(&self, step: Step, device: usize, nth: u64) {
-        (control().leave_out)(step as i32, device, nth);
+    /// Leaves out the `nth` step of its kind, from 0, once.
+    pub fn leave_out(&self, step: Step, of: Of<'_>, nth: u64) {
+        of.with(|thread, device| (control().leave_out)(step as i32, thread, device, nth));
     }
 
     /// What became of the step to be left out.
@@ -51,36 +61,43 @@ impl Session {
         }
     }
 
-    /// How many such steps the streams of a device have made.
-    pub fn steps(&self, step: Step, device: usize) -> u64 {
-        (control().steps)(step as i32, device)
+    /// How many such steps there were so far.
+    pub fn steps(&self, step: Step, of: Of<'_>) -> u64 {
+        of.with(|thread, device| (control().steps)(step as i32, thread, device))
     }
 }
 
-/// Runs a program once as it is and once without each of its waits and records on `device`, in the latest schedule;
-/// returns the steps without which nothing was found and `program` said that all is well.
+impl Of<'_> {
+    /// As the driver takes it: a thread's name or null, and a device.
+    fn with<R>(self, f: impl FnOnce(*const std::ffi::c_char, usize) -> R) -> R {
+        match self {
+            Of::Device(device) => f(ptr::null(), device),
+            Of::Thread(name) => f(CString::new(name).expect("a name holds no zero").as_ptr(), 0),
+        }
+    }
+}
+
+/// Runs a program once as it is and once without each of its waits and records, in the latest schedule; returns the
+/// steps without which nothing was found and `program` said that all is well.
 ///
-/// `program` returns whether its results are right; it may fail where a step is left out, and must then end all the
-/// same. Panics if it does not hold as it is. What each thread does on a device must be the same in every run.
-pub fn survivors(device: usize, program: impl Fn(&Session) -> bool) -> Vec<Survivor> {
+/// `program` returns whether its results are right. Where a step is left out it may fail, but must end: calls that wait
+/// for what does not come fail after [`Session::set_patience`]. Panics if it does not hold as it is. Whose steps are
+/// left out must take the same ones in every run.
+pub fn survivors(of: Of<'_>, program: impl Fn(&Session) -> bool) -> Vec<Survivor> {
     let session = Session::new(Schedule::Latest);
     assert!(program(&session), "the program's results are wrong with all its steps");
-    let counts = [Step::Wait, Step::Record].map(|step| (step, session.steps(step, device)));
+    let counts = [Step::Wait, Step::Record].map(|step| (step, session.steps(step, of)));
     drop(session);
     let mut survivors = Vec::new();
     for (step, count) in counts {
         for nth in 0..count {
             let session = Session::new(Schedule::Latest);
-            session.leave_out(step, device, nth);
+            session.leave_out(step, of, nth);
             let right = program(&session);
             let (fate, findings) = (session.left_out(), session.take_findings());
-            assert_ne!(
-                fate,
-                LeftOut::NotYet,
-                "{step:?} {nth} of device {device} came before and does not now"
-            );
+            assert_ne!(fate, LeftOut::NotYet, "{step:?} {nth} of {of:?} was there before and is not now");
             if right && findings.is_empty() {
-                survivors.push(Survivor { step, device, nth, redundant: fate == LeftOut::Redundant });
+                survivors.push(Survivor { step, nth, redundant: fate == LeftOut::Redundant });
             }
         }
     }

@@ -60,8 +60,8 @@ impl Session {
     }
 
     /// Registers what the kernel `name` does, for this and later sessions: the bytes of each parameter, what memory a
-    /// launch reads and writes, and its effect. Both closures run under the driver's lock and must not call it; a panic
-    /// in one ends the process.
+    /// launch reads and writes (the same whenever it is asked), and its effect. Both closures run under the driver's
+    /// lock and must not call it; a panic in one ends the process.
     pub fn kernel(
         &self,
         name: &str,
@@ -79,17 +79,7 @@ impl Session {
 
     /// What was found so far.
     pub fn findings(&self) -> Vec<Finding> {
-        let report = control().report;
-        let mut bytes = vec![0; 1 << 16];
-        loop {
-            let len = report(bytes.as_mut_ptr(), bytes.len());
-            if len <= bytes.len() {
-                bytes.truncate(len);
-                let text = String::from_utf8(bytes).expect("a report is text");
-                return Finding::parse(&text);
-            }
-            bytes.resize(len, 0);
-        }
+        Finding::parse(&read_text(control().report))
     }
 
     /// What was found so far, for a test that expects it: it will not be found at the end.
@@ -140,11 +130,11 @@ impl Session {
         (control().set_patience)(patience.as_millis() as u64);
     }
 
-    /// After `calls` more collectives, sends and receives of `rank`, in any communicator, none of its parts arrives
-    /// any more: operations that need them do not end until their communicator is aborted. The other ranks get
+    /// After `calls` more collectives, sends and receives of the rank on `device`, in any communicator, none of its parts
+    /// arrives any more: operations that need them do not end until their communicator is aborted. The other ranks get
     /// `ncclRemoteError` from `ncclCommGetAsyncError` if `reported`, and nothing otherwise.
-    pub fn lose_rank(&self, rank: usize, calls: u64, reported: bool) {
-        (control().lose_rank)(rank, calls, reported);
+    pub fn lose_device(&self, device: usize, calls: u64, reported: bool) {
+        (control().lose_device)(device, calls, reported);
     }
 
     /// How findings call a stream. Panics if `stream`, a `CUstream`, is none.
@@ -170,6 +160,19 @@ fn list(findings: &[Finding]) -> String {
     match findings {
         [] => "nothing".to_owned(),
         _ => findings.iter().map(|finding| format!("\n  {finding}")).collect(),
+    }
+}
+
+/// What the driver has to say, by a function that copies it where there is room and returns its length.
+pub(crate) fn read_text(copy: extern "C" fn(*mut u8, usize) -> usize) -> String {
+    let mut bytes = vec![0; 1 << 16];
+    loop {
+        let len = copy(bytes.as_mut_ptr(), bytes.len());
+        if len <= bytes.len() {
+            bytes.truncate(len);
+            return String::from_utf8(bytes).expect("the driver writes text");
+        }
+        bytes.resize(len, 0);
     }
 }
 

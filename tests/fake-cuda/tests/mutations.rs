@@ -1,7 +1,7 @@
 //! A program with one wait or record left out is found, unless it did not need it.
 
 use cudarc::driver::{CudaContext, DriverError};
-use fake_cuda::{Session, Step, survivors};
+use fake_cuda::{Of, Session, Step, survivors};
 
 const N: usize = 8;
 
@@ -34,7 +34,7 @@ fn double_buffered(rounds: usize, waits: usize) -> Result<bool, DriverError> {
 }
 
 fn steps_not_missed(waits: usize) -> Vec<(Step, u64, bool)> {
-    let found = survivors(0, |_: &Session| double_buffered(4, waits).unwrap_or(false));
+    let found = survivors(Of::Device(0), |_: &Session| double_buffered(4, waits).unwrap_or(false));
     found.into_iter().map(|survivor| (survivor.step, survivor.nth, survivor.redundant)).collect()
 }
 

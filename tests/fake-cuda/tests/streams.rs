@@ -295,3 +295,33 @@ fn labels_and_names_are_in_findings() -> Result<(), DriverError> {
     session.expect(Kind::Race, "(unit 3) on stream \"all-gather\" of device 0");
     context.synchronize()
 }
+
+#[test]
+fn what_may_overlap_is_what_no_wait_orders() -> Result<(), DriverError> {
+    let session = Session::new(Schedule::Earliest);
+    let context = context(0)?;
+    let (main, side) = (context.new_stream()?, context.new_stream()?);
+    session.name_stream(side.cu_stream(), "side");
+    let mut buffers = [main.alloc_zeros::<u32>(N)?, side.alloc_zeros::<u32>(N)?];
+    context.synchronize()?;
+    session.start_log();
+    fake_cuda::label("first");
+    main.memset_zeros(&mut buffers[0])?;
+    fake_cuda::label("second");
+    side.memset_zeros(&mut buffers[1])?;
+    let event = side.record_event(None)?;
+    main.wait(&event)?;
+    fake_cuda::label("third");
+    main.memset_zeros(&mut buffers[0])?;
+    fake_cuda::label("");
+    let operations = session.operations();
+    let [first, second, third] = ["first", "second", "third"]
+        .map(|label| operations.iter().find(|operation| operation.label == label).expect("it was submitted"));
+    assert_eq!(
+        (second.stream.as_str(), second.call.as_str()),
+        ("stream \"side\" of device 0", "cuMemsetD8Async")
+    );
+    assert!(session.may_overlap(first, second));
+    assert!(!session.may_overlap(second, third) && !session.may_overlap(first, third));
+    context.synchronize()
+}

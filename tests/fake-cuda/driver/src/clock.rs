@@ -103,3 +103,14 @@ pub fn this_thread() -> u64 {
     }
     LANE.try_with(|lane| lane.get_or_init(|| Lane(NEXT.fetch_add(1, Ordering::Relaxed))).0).unwrap_or(0)
 }
+
+/// The name of the calling thread as the system has it: its first 15 bytes.
+///
+/// The standard library that this one was built with did not make the thread, and does not know it.
+pub fn thread_name() -> String {
+    thread_local! {
+        static NAME: OnceCell<String> = const { OnceCell::new() };
+    }
+    let read = || std::fs::read_to_string("/proc/thread-self/comm").unwrap_or_default().trim_end().to_owned();
+    NAME.try_with(|name| name.get_or_init(read).clone()).unwrap_or_default()
+}

@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::abi::{In, Out, Raw, Status, Text};
 use crate::driver::{self, Kernel, find_stream};
 use crate::kernel_abi::{Declare, Run};
-use crate::mutation::{Mutation, Step};
+use crate::log::Log;
+use crate::mutation::{Mutation, Owner, Step};
 use crate::race::Access;
 use crate::scheduler::{Mode, Scheduler};
 use crate::state::{CHANGED, lock};
@@ -100,12 +101,16 @@ pub extern "C" fn fake_cuda_usage(device: usize, now: Out<usize>, peak: Out<usiz
     peak.set_if_wanted(usage.peak);
 }
 
-/// Leaves out one step of a stream, the `nth` of its kind on a device from 0: see `mutation`.
+/// Leaves out one step, the `nth` of its kind from 0: of the thread of that name, or, without one, of a device.
 #[unsafe(no_mangle)]
-pub extern "C" fn fake_cuda_leave_out(step: c_int, device: usize, nth: u64) {
+pub extern "C" fn fake_cuda_leave_out(step: c_int, thread: Text, device: usize, nth: u64) {
     if let Some(step) = Step::find(step) {
-        lock().mutations.leave_out(Mutation { step, device, nth });
+        lock().mutations.leave_out(Mutation { step, owner: owner(&thread, device), nth });
     }
+}
+
+fn owner(thread: &Text, device: usize) -> Owner {
+    thread.read().map_or(Owner::Device(device), |name| Owner::Thread(name.chars().take(15).collect()))
 }
 
 /// What became of it: 0 it has not come, 1 left out, 2 left out and not needed.
@@ -114,10 +119,10 @@ pub extern "C" fn fake_cuda_left_out() -> c_int {
     lock().mutations.fate as c_int
 }
 
-/// How many such steps the streams of a device have made.
+/// How many such steps there were.
 #[unsafe(no_mangle)]
-pub extern "C" fn fake_cuda_steps(step: c_int, device: usize) -> u64 {
-    Step::find(step).map_or(0, |step| lock().mutations.seen(step, device))
+pub extern "C" fn fake_cuda_steps(step: c_int, thread: Text, device: usize) -> u64 {
+    Step::find(step).map_or(0, |step| lock().mutations.seen(step, owner(&thread, device)))
 }
 
 /// How many operations have not run.
@@ -170,9 +175,32 @@ pub extern "C" fn fake_cuda_acquire(token: u64) {
     lock().lanes.acquire(token);
 }
 
-/// After `calls` more NCCL calls of `rank`, in any communicator, its part never arrives: those that need it hang until
-/// they are aborted, and learn why from `ncclCommGetAsyncError` if `reported`.
+/// After `calls` more NCCL calls of the rank on `device`, in any communicator, its part never arrives: those that need
+/// it hang until they are aborted, and learn why from `ncclCommGetAsyncError` if `reported`.
 #[unsafe(no_mangle)]
-pub extern "C" fn fake_nccl_lose_rank(rank: usize, calls: u64, reported: bool) {
-    lock().nccl.lose(rank, calls, reported);
+pub extern "C" fn fake_nccl_lose_device(device: usize, calls: u64, reported: bool) {
+    lock().nccl.lose(device, calls, reported);
+}
+
+/// From now on, remembers every operation: see `log`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_start_log() {
+    lock().log = Some(Log::default());
+}
+
+/// Copies the log into `buffer` and returns its length; see `log::Log::text`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_log(buffer: Out<u8>, room: usize) -> usize {
+    let held = lock();
+    let text = held.log.as_ref().map_or(String::new(), |log| log.text(&held.streams));
+    if text.len() <= room {
+        let _ = buffer.set_all(text.bytes());
+    }
+    text.len()
+}
+
+/// Whether the operation at `later` in the log waits for the one at `earlier`.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_cuda_is_ordered(earlier: usize, later: usize) -> bool {
+    lock().log.as_ref().is_some_and(|log| log.is_ordered(earlier, later))
 }

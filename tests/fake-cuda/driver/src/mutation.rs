@@ -1,12 +1,14 @@
 //! Waits and records that are left out, as if the program had forgotten one.
 
+use std::collections::HashMap;
 use std::ffi::c_int;
 
+use crate::clock::thread_name;
 use crate::queue::{Position, StreamId};
 use crate::state::State;
 
 /// What may be left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
     /// A stream waits for an event.
     Wait = 0,
@@ -26,11 +28,19 @@ pub enum Fate {
     Redundant = 2,
 }
 
-/// The `nth` such step, from 0, of the streams of a device.
-#[derive(Clone, Copy)]
+/// Whose steps are counted.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Owner {
+    /// Those of the streams of a device.
+    Device(usize),
+    /// Those that a thread of this name takes.
+    Thread(String),
+}
+
+/// The `nth` such step, from 0.
 pub struct Mutation {
     pub step: Step,
-    pub device: usize,
+    pub owner: Owner,
     pub nth: u64,
 }
 
@@ -39,7 +49,7 @@ pub struct Mutations {
     wanted: Option<Mutation>,
     pub fate: Fate,
     /// How many steps there were so far.
-    seen: Vec<(Step, usize, u64)>,
+    seen: HashMap<(Step, Owner), u64>,
 }
 
 impl Step {
@@ -54,16 +64,20 @@ impl Mutations {
         self.fate = Fate::Pending;
     }
 
-    pub fn seen(&self, step: Step, device: usize) -> u64 {
-        self.seen.iter().find(|(s, d, _)| (*s, *d) == (step, device)).map_or(0, |(_, _, count)| *count)
+    pub fn seen(&self, step: Step, owner: Owner) -> u64 {
+        self.seen.get(&(step, owner)).copied().unwrap_or(0)
     }
 
-    /// Counts a step; whether it is the one to be left out.
-    fn count(&mut self, step: Step, device: usize) -> bool {
-        let number = self.seen(step, device);
-        self.seen.retain(|(s, d, _)| (*s, *d) != (step, device));
-        self.seen.push((step, device, number + 1));
-        self.wanted.is_some_and(|wanted| (wanted.step, wanted.device, wanted.nth) == (step, device, number))
+    /// Counts a step for each of its owners; whether it is the one to be left out.
+    fn count(&mut self, step: Step, owners: [Owner; 2]) -> bool {
+        let mut wanted = false;
+        for owner in owners {
+            let count = self.seen.entry((step, owner.clone())).or_default();
+            wanted |=
+                self.wanted.as_ref().is_some_and(|w| w.step == step && w.owner == owner && w.nth == *count);
+            *count += 1;
+        }
+        wanted
     }
 }
 
@@ -71,7 +85,7 @@ impl State {
     /// Whether this step of a stream is to be left out; `awaited` is what it waits for.
     pub fn leaves_out(&mut self, step: Step, stream: StreamId, awaited: Option<Position>) -> bool {
         let device = self.contexts[self.streams[stream].context].device;
-        let wanted = self.mutations.count(step, device);
+        let wanted = self.mutations.count(step, [Owner::Device(device), Owner::Thread(thread_name())]);
         if wanted {
             let known =
                 |position: Position| position.stream == stream || self.streams[stream].clock.knows(position);

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crate::abi::{Outcome, Status};
 use crate::capture::Act;
-use crate::clock::Clock;
+use crate::clock::{Clock, this_thread};
 use crate::race::{self, Access};
 use crate::state::State;
 
@@ -58,6 +58,8 @@ pub struct Operation {
     pub work: Work,
     /// What it reads and writes, checked again before it runs.
     pub ranges: Vec<Range<usize>>,
+    /// Operations submitted later that race with it: run before it, they show what the race can do.
+    pub rather_after: Vec<Position>,
 }
 
 pub struct Stream {
@@ -81,6 +83,14 @@ pub struct Stream {
     pub clock: Clock,
     /// The capture that it records for.
     pub capture: Option<usize>,
+}
+
+impl Stream {
+    /// The operation at `index`, if it has not begun.
+    fn pending(&mut self, index: u64) -> Option<&mut Operation> {
+        let first = self.done + 1 + u64::from(self.running);
+        self.queue.get_mut(index.checked_sub(first)? as usize)
+    }
 }
 
 impl State {
@@ -113,8 +123,18 @@ impl State {
         let position = self.push(stream, name.clone(), work, accesses);
         let clock = &mut self.streams[stream].clock;
         clock.join(&known);
-        race::enter(&mut self.heap, &mut self.reports, &name, position, clock, accesses);
+        let racing = race::enter(&mut self.heap, &mut self.reports, &name, position, clock, accesses);
+        let after = clock.clone();
         clock.learn(position);
+        if let Some(log) = &mut self.log {
+            let label = self.labels.get(&this_thread()).map_or("", String::as_str);
+            log.add(call, label, position, after);
+        }
+        for earlier in racing {
+            if let Some(operation) = self.streams[earlier.stream].pending(earlier.index) {
+                operation.rather_after.push(position);
+            }
+        }
         Ok(position)
     }
 
@@ -131,7 +151,7 @@ impl State {
     fn push(&mut self, stream: StreamId, name: Arc<str>, work: Work, accesses: &[Access]) -> Position {
         let ranges = accesses.iter().map(|access| access.range.clone()).collect();
         let queue = &mut self.streams[stream];
-        queue.queue.push_back(Operation { name, work, ranges });
+        queue.queue.push_back(Operation { name, work, ranges, rather_after: Vec::new() });
         queue.submitted += 1;
         Position { stream, index: queue.submitted }
     }

@@ -99,7 +99,8 @@ pub fn check_bounds(heap: &mut Heap, reports: &mut Reports, name: &str, accesses
     sound
 }
 
-/// Checks the accesses of the operation at `at`, ordered after what `clock` holds, and remembers them.
+/// Checks the accesses of the operation at `at`, ordered after what `clock` holds, and remembers them; returns the
+/// operations that it races with, those that free left out.
 pub fn enter(
     heap: &mut Heap,
     reports: &mut Reports,
@@ -107,7 +108,8 @@ pub fn enter(
     at: Position,
     clock: &Clock,
     accesses: &[Access],
-) {
+) -> Vec<Position> {
+    let mut racing = Vec::new();
     for access in accesses.iter().filter(|access| !access.range.is_empty()) {
         let Some(block) = heap.holding(access.range.start) else { continue };
         let owner = block.describe();
@@ -120,6 +122,9 @@ pub fn enter(
         for touch in block.touches.iter().filter(|touch| touch.at != at && touch.conflicts(access)) {
             let ordered = clock.knows(touch.at);
             let earlier = &touch.name;
+            if !ordered && matches!(touch.access.mode, Mode::Read | Mode::Write) {
+                racing.push(touch.at);
+            }
             match (touch.access.mode, access.mode, ordered) {
                 (_, Mode::Allocate, true) => {}
                 (Mode::Free, _, true) => {
@@ -157,6 +162,7 @@ pub fn enter(
         block.touches.retain(|touch| !(clock.knows(touch.at) && touch.is_superseded_by(access)));
         block.touches.push(Touch { access: access.clone(), at, name: name.clone() });
     }
+    racing
 }
 
 /// Checks an access by the host itself, which knows `clock` to be complete; the operations it should have waited for.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 use crate::abi::{Outcome, Status};
+use crate::clock::thread_name;
 use crate::nccl;
 use crate::queue::{Operation, Position, StreamId, Work};
 use crate::report::Kind;
@@ -12,7 +13,8 @@ use crate::state::{CHANGED, Held, State};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// An operation runs when something that the host waits for needs it, and not before.
+    /// An operation runs when something that the host waits for needs it, and not before; of two that race, the one
+    /// that was submitted later runs first.
     #[default]
     Latest,
     /// Each stream runs ahead as readily as the seed says, one early and another late; what the host waits for runs in
@@ -63,10 +65,29 @@ enum Step {
     Moved,
     /// Nothing can run until another thread does something.
     Blocked(String),
+    /// What should rather run first waits for what it should run before.
+    Circular,
+}
+
+/// An operation that waits for what is being run.
+#[derive(Clone, Copy)]
+struct Waiting {
+    at: Position,
+    /// It does not have to: see [`Operation::rather_after`].
+    rather: bool,
+}
+
+/// Whether operations that race run in the inverse of the order in which they were submitted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Races {
+    Inverted,
+    AsTheyCome,
 }
 
 /// Runs what `target` needs, and blocks while another thread has to do its part.
 pub fn run_until(held: &mut Held, target: Position) -> Outcome {
+    /// How long what should run first may keep a thread waiting for another one.
+    const A_WHILE: Duration = Duration::from_millis(10);
     let mut patience = Patience::new(held);
     while !held.is_done(target) {
         if held.scheduler.mode == Mode::Random {
@@ -76,9 +97,20 @@ pub fn run_until(held: &mut Held, target: Position) -> Outcome {
                 break;
             }
         }
-        match step(held, target, &mut Vec::new()) {
+        if matches!(step(held, target, Races::Inverted, &mut Vec::new()), Step::Moved) {
+            patience = Patience::new(held);
+            continue;
+        }
+        let inverts = held.scheduler.mode == Mode::Latest;
+        if inverts && !CHANGED.wait_for(held, A_WHILE).timed_out() {
+            patience.check_epoch(held)?;
+            continue;
+        }
+        patience.check_epoch(held)?;
+        match step(held, target, Races::AsTheyCome, &mut Vec::new()) {
             Step::Moved => patience = Patience::new(held),
             Step::Blocked(reason) => patience.wait(held, &reason)?,
+            Step::Circular => patience.wait(held, "a circle")?,
         }
     }
     Ok(())
@@ -103,8 +135,7 @@ impl Patience {
         if !timed_out {
             return Ok(());
         }
-        let thread = std::thread::current();
-        let name = thread.name().unwrap_or("unnamed");
+        let name = thread_name();
         held.reports.add(Kind::Deadlock, format!("thread {name:?} waits for what does not come: {reason}"));
         Err(Status::LAUNCH_TIMEOUT)
     }
@@ -120,8 +151,11 @@ pub fn poll(held: &mut Held, target: Position) -> bool {
     if held.is_done(target) {
         return true;
     }
-    if held.scheduler.mode != Mode::Latest || held.scheduler.polled == Some(target) {
-        step(held, target, &mut Vec::new());
+    let again = held.scheduler.polled == Some(target);
+    if again && !matches!(step(held, target, Races::Inverted, &mut Vec::new()), Step::Moved)
+        || held.scheduler.mode != Mode::Latest
+    {
+        step(held, target, Races::AsTheyCome, &mut Vec::new());
     }
     held.scheduler.polled = Some(target);
     false
@@ -154,62 +188,81 @@ fn run_ahead(held: &mut Held) {
 }
 
 /// Runs what comes next on a stream, or what that needs; false if nothing can.
-fn advance(held: &mut Held, stream: StreamId) -> bool {
+pub fn advance(held: &mut Held, stream: StreamId) -> bool {
     let next =
         held.streams.get(stream).filter(|stream| !stream.queue.is_empty()).map(|stream| stream.done + 1);
-    next.is_some_and(|index| matches!(step(held, Position { stream, index }, &mut Vec::new()), Step::Moved))
+    let target = next.map(|index| Position { stream, index });
+    target.is_some_and(|target| matches!(step(held, target, Races::AsTheyCome, &mut Vec::new()), Step::Moved))
 }
 
-/// Runs one operation on the way to `target`: of its stream, or of those that this needs. `path` holds the operations
-/// that wait for `target`.
-fn step(held: &mut Held, target: Position, path: &mut Vec<Position>) -> Step {
+/// Runs the next operation of the stream of `target`, or one that it needs first. `path` holds what waits for `target`.
+fn step(held: &mut Held, target: Position, races: Races, path: &mut Vec<Waiting>) -> Step {
     let stream = target.stream;
-    if path.iter().any(|waiting| waiting.stream == stream && waiting.index <= target.index) {
-        return deadlock(held, path);
+    let circle =
+        path.iter().position(|waiting| waiting.at.stream == stream && waiting.at.index <= target.index);
+    if let Some(start) = circle {
+        return if path[start..].iter().any(|waiting| waiting.rather) {
+            Step::Circular
+        } else {
+            deadlock(held, path)
+        };
     }
     let this = &held.streams[stream];
     if this.running {
         return Step::Blocked(format!("a host function runs on {}", this.name));
     }
-    let head = Position { stream, index: this.done + 1 };
-    // What a later wait on the way needs comes first, and the stream's own operations after it: those are as late as
-    // they can be when somebody has forgotten to wait for them.
-    let ahead = held.scheduler.mode == Mode::Latest;
-    let on_the_way = if ahead { target.index - this.done } else { 1 };
-    let waits = this.queue.iter().zip(head.index..).take(on_the_way as usize);
-    let wait = waits.into_iter().find_map(|(op, index)| match op.work {
-        Work::Wait(position) if !held.is_done(position) => Some((Position { stream, index }, position)),
-        _ => None,
-    });
-    if let Some((waiting, position)) = wait {
-        path.push(waiting);
-        let step = step(held, position, path);
-        path.pop();
+    if this.queue.is_empty() {
+        return Step::Blocked(format!("nothing is queued on {}", this.name));
+    }
+    if let Some(step) = invert(held, stream, races, path) {
         return step;
     }
-    let Some(next) = held.streams[stream].queue.front() else {
-        return Step::Blocked(format!("nothing is queued on {}", held.streams[stream].name));
-    };
-    match next.work {
-        Work::Launch(launch) => {
-            path.push(head);
-            let step = step_launch(held, stream, launch, path);
-            path.pop();
-            step
-        }
+    let head = Position { stream, index: held.streams[stream].done + 1 };
+    path.push(Waiting { at: head, rather: false });
+    let step = match held.streams[stream].queue[0].work {
+        Work::Wait(position) if !held.is_done(position) => step(held, position, races, path),
+        Work::Launch(launch) => step_launch(held, stream, launch, races, path),
         _ => execute(held, stream),
-    }
+    };
+    path.pop();
+    step
 }
 
-fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<Position>) -> Step {
+/// Runs what should rather run before the next operation of a stream, if there is something and it can.
+fn invert(held: &mut Held, stream: StreamId, races: Races, path: &mut Vec<Waiting>) -> Option<Step> {
+    if races == Races::AsTheyCome {
+        return None;
+    }
+    let at = Position { stream, index: held.streams[stream].done + 1 };
+    for position in held.streams[stream].queue.front()?.rather_after.clone() {
+        if held.is_done(position) {
+            continue;
+        }
+        path.push(Waiting { at, rather: true });
+        let step = step(held, position, races, path);
+        path.pop();
+        if !matches!(step, Step::Circular) {
+            return Some(step);
+        }
+    }
+    None
+}
+
+fn step_launch(
+    held: &mut Held,
+    stream: StreamId,
+    launch: usize,
+    races: Races,
+    path: &mut Vec<Waiting>,
+) -> Step {
     match nccl::progress(held, launch) {
         nccl::Progress::Complete => execute(held, stream),
         nccl::Progress::Needs { peers, absent } => {
             let mut reason = absent;
             for peer in peers {
-                match bring_to(held, peer, path) {
-                    Step::Moved => return Step::Moved,
+                match bring_to(held, peer, races, path) {
                     Step::Blocked(why) => reason = why,
+                    step => return step,
                 }
             }
             Step::Blocked(format!("{}: {reason}", held.streams[stream].queue[0].name))
@@ -218,24 +271,24 @@ fn step_launch(held: &mut Held, stream: StreamId, launch: usize, path: &mut Vec<
 }
 
 /// Runs a stream up to a launch, which has then arrived; what it gets is its own stream's matter.
-fn bring_to(held: &mut Held, launch: Position, path: &mut Vec<Position>) -> Step {
+fn bring_to(held: &mut Held, launch: Position, races: Races, path: &mut Vec<Waiting>) -> Step {
     let stream = &held.streams[launch.stream];
     match stream.queue.front().map(|op| &op.work) {
         Some(Work::Launch(number)) if stream.done + 1 == launch.index => {
             let number = *number;
-            nccl::arrive(held, number);
-            Step::Moved
+            invert(held, launch.stream, races, path).unwrap_or_else(|| {
+                nccl::arrive(held, number);
+                Step::Moved
+            })
         }
-        _ => step(held, Position { index: launch.index - 1, ..launch }, path),
+        _ => step(held, Position { index: launch.index - 1, ..launch }, races, path),
     }
 }
 
 /// Operations that wait for each other in a circle: whatever is submitted later, they stay until one is aborted.
-fn deadlock(held: &mut Held, path: &[Position]) -> Step {
-    let name = |waiting: &Position| {
-        let stream = &held.streams[waiting.stream];
-        stream.queue.get((waiting.index - stream.done - 1) as usize).map(|op| op.name.to_string())
-    };
+fn deadlock(held: &mut Held, path: &[Waiting]) -> Step {
+    let name =
+        |waiting: &Waiting| held.streams[waiting.at.stream].queue.front().map(|op| op.name.to_string());
     let names = path.iter().filter_map(name).collect::<Vec<_>>().join(", which waits for ");
     let message = format!("{names}, which waits for the first");
     held.reports.add(Kind::Deadlock, message.clone());
@@ -244,7 +297,7 @@ fn deadlock(held: &mut Held, path: &[Position]) -> Step {
 
 /// Runs the first operation of a stream.
 fn execute(held: &mut Held, stream: StreamId) -> Step {
-    let Some(Operation { name, work, ranges }) = held.streams[stream].queue.pop_front() else {
+    let Some(Operation { name, work, ranges, .. }) = held.streams[stream].queue.pop_front() else {
         return Step::Blocked("nothing is queued".to_owned());
     };
     match work {
@@ -277,27 +330,6 @@ fn execute(held: &mut Held, stream: StreamId) -> Step {
     held.ticks += 1;
     CHANGED.notify_all();
     Step::Moved
-}
-
-/// Runs host functions that nothing has needed for a while: the host may wait for one by means of its own.
-pub fn run_overdue_host_functions() {
-    const OVERDUE: Duration = Duration::from_millis(50);
-    loop {
-        std::thread::sleep(Duration::from_millis(10));
-        let mut held = crate::state::lock();
-        for stream in 0..held.streams.len() {
-            let overdue = |held: &State| {
-                held.streams.get(stream).is_some_and(|s| s.has_host_function_older_than(OVERDUE))
-            };
-            while overdue(&held) && advance(&mut held, stream) {}
-        }
-    }
-}
-
-impl crate::queue::Stream {
-    fn has_host_function_older_than(&self, age: Duration) -> bool {
-        self.queue.iter().any(|op| matches!(op.work, Work::Host(_, since) if since.elapsed() > age))
-    }
 }
 
 impl State {

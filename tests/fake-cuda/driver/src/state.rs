@@ -10,6 +10,7 @@ use crate::capture::Capture;
 use crate::clock::Lanes;
 use crate::driver::{Context, Event, Function, Graph, GraphExec, Kernel, Module, Pool};
 use crate::heap::Heap;
+use crate::log::Log;
 use crate::mutation::Mutations;
 use crate::nccl::Nccl;
 use crate::queue::{Stream, StreamId};
@@ -62,6 +63,8 @@ pub struct State {
     pub allocations_left: Option<u64>,
     pub lanes: Lanes,
     pub mutations: Mutations,
+    /// What was submitted, if a test wants to know.
+    pub log: Option<Log>,
     pub contexts: Vec<Context>,
     pub streams: Vec<Stream>,
     pub events: Vec<Event>,

@@ -1,5 +1,6 @@
 //! Ranks that disagree, are lost or wait for each other.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use cudarc::nccl::sys::{self, ncclRedOp_t, ncclResult_t};
@@ -67,7 +68,7 @@ fn survivors_of_a_lost_rank_abort_and_go_on() {
     for schedule in Schedule::all(10) {
         for reported in [true, false] {
             let session = Session::new(schedule);
-            session.lose_rank(1, 2, reported);
+            session.lose_device(1, 2, reported);
             launch(3, |rank| {
                 let first = all_reduce::<f32>(rank, 4, ncclRedOp_t::ncclSum);
                 let second = all_reduce::<f32>(rank, 4, ncclRedOp_t::ncclSum);
@@ -93,10 +94,12 @@ fn survivors_of_a_lost_rank_abort_and_go_on() {
 #[test]
 fn waiting_for_a_lost_rank_ends_with_an_error_once_patience_does() {
     let session = Session::new(Schedule::Latest);
-    session.set_patience(Duration::from_millis(50));
-    session.lose_rank(0, 0, false);
+    session.lose_device(0, 0, false);
+    let both = Barrier::new(2);
     launch(2, |rank| {
         let buffer = all_reduce::<f32>(rank, 4, ncclRedOp_t::ncclSum);
+        both.wait();
+        session.set_patience(Duration::from_millis(50));
         assert!(rank.stream.synchronize().is_err());
         rank.abort();
         drop(buffer);
@@ -113,7 +116,7 @@ fn waiting_for_a_lost_rank_ends_with_an_error_once_patience_does() {
 fn a_circle_of_collectives_is_a_deadlock() {
     for schedule in Schedule::all(5) {
         let session = Session::new(schedule);
-        session.set_patience(Duration::from_millis(50));
+        let both = Barrier::new(2);
         launch(2, |rank| {
             let mut second = std::ptr::null_mut();
             // SAFETY: the call writes the communicator; both ranks make it.
@@ -127,6 +130,8 @@ fn a_circle_of_collectives_is_a_deadlock() {
                 // SAFETY: in place, one value.
                 check(unsafe { sys::ncclAllReduce(at, at, 1, f32::TYPE, op, comm, rank.cu_stream()) });
             }
+            both.wait();
+            session.set_patience(Duration::from_millis(50));
             assert!(rank.stream.synchronize().is_err());
             // SAFETY: the communicator is this rank's.
             check(unsafe { sys::ncclCommAbort(second) });

@@ -5,4 +5,5 @@ mod communicators;
 mod failures;
 mod groups;
 mod order;
+mod pipeline;
 mod world;

@@ -108,7 +108,11 @@ pub fn launch<R: Send>(ranks: usize, body: impl Fn(&Rank) -> R + Sync) -> Vec<R>
 pub fn on_threads<R: Send>(ranks: usize, body: impl Fn(usize) -> R + Sync) -> Vec<R> {
     let body = &body;
     std::thread::scope(|scope| {
-        let threads = (0..ranks).map(|rank| scope.spawn(move || body(rank))).collect::<Vec<_>>();
+        let threads = (0..ranks).map(|rank| {
+            let thread = std::thread::Builder::new().name(format!("rank{rank}"));
+            thread.spawn_scoped(scope, move || body(rank)).expect("a thread")
+        });
+        let threads = threads.collect::<Vec<_>>();
         threads.into_iter().map(|thread| thread.join().expect("a rank that ends")).collect()
     })
 }

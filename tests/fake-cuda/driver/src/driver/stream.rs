@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::{call, current_context};
 use crate::abi::{Out, Outcome, Raw, Status};
 use crate::clock::{Clock, this_thread};
+use crate::host_functions;
 use crate::mutation::Step;
 use crate::queue::{Stream, StreamId, Work};
 use crate::scheduler;
@@ -172,7 +173,7 @@ pub extern "C" fn cuLaunchHostFunc(stream: Raw, function: Option<extern "C" fn(R
         let stream = find_stream(held, stream)?;
         let function = function.ok_or(Status::INVALID_VALUE)?;
         OVERDUE.call_once(|| {
-            std::thread::spawn(scheduler::run_overdue_host_functions);
+            std::thread::spawn(host_functions::run_overdue);
         });
         let work = Work::Host(Arc::new(move || function(data)), Instant::now());
         held.submit(stream, "cuLaunchHostFunc", &[], work)?;

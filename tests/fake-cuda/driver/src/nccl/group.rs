@@ -8,7 +8,7 @@ use super::calls::Part;
 use super::comm::{Life, wait_until_formed};
 use super::{Answer, Code, call, rendezvous};
 use crate::queue::StreamId;
-use crate::scheduler::{self, Mode};
+use crate::scheduler::Mode;
 use crate::state::Held;
 
 /// The calls of a thread since its `ncclGroupStart`.
@@ -123,9 +123,4 @@ pub extern "C" fn ncclGroupEnd() -> Code {
         }
         if group.parts.is_empty() { Ok(()) } else { launch(held, group.parts) }
     })
-}
-
-/// Lets the scheduler run after a launch.
-pub fn launched(held: &mut Held) {
-    scheduler::after_submission(held);
 }

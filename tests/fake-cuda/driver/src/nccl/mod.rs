@@ -70,9 +70,9 @@ fn call(body: impl FnOnce(&mut Held) -> Answer) -> Code {
     body(&mut lock()).into()
 }
 
-/// A rank whose part never arrives any more.
+/// A device whose ranks' parts never arrive any more.
 struct Lost {
-    rank: usize,
+    device: usize,
     calls_left: u64,
     reported: bool,
 }
@@ -89,8 +89,8 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    pub fn lose(&mut self, rank: usize, calls: u64, reported: bool) {
-        self.lost = Some(Lost { rank, calls_left: calls, reported });
+    pub fn lose(&mut self, device: usize, calls: u64, reported: bool) {
+        self.lost = Some(Lost { device, calls_left: calls, reported });
     }
 
     /// The communicators of a context that nobody has destroyed.

@@ -3,11 +3,12 @@
 use super::calls::{Part, Verb};
 use super::comm::Life;
 use super::exchange::{exchange, write};
-use super::{Answer, Code, group};
+use super::{Answer, Code};
 use crate::abi::{Outcome, Status};
 use crate::capture::Act;
 use crate::queue::{Position, StreamId, Work};
 use crate::report::Kind;
+use crate::scheduler;
 use crate::state::{Held, State};
 
 /// The parts of one rank that start together, at one place of a stream.
@@ -89,7 +90,7 @@ pub fn submit(held: &mut Held, parts: Vec<(StreamId, Part)>) -> Answer {
             parts.iter().filter(|(s, _)| *s == stream).map(|(_, part)| part.clone()).collect::<Vec<_>>();
         submit_on(held, stream, here)?;
     }
-    group::launched(held);
+    scheduler::after_submission(held);
     Ok(())
 }
 
@@ -162,9 +163,10 @@ fn enter(held: &mut State, launch: usize, part: &Part) -> Meeting {
 }
 
 impl State {
-    /// Whether a test has lost this part's rank; the others may learn of it.
+    /// Whether a test has lost this part's device; the others may learn of it.
     fn is_lost(&mut self, part: &Part) -> bool {
-        let Some(lost) = self.nccl.lost.as_mut().filter(|lost| lost.rank == part.rank) else { return false };
+        let device = self.nccl.comms[part.comm].device;
+        let Some(lost) = self.nccl.lost.as_mut().filter(|lost| lost.device == device) else { return false };
         if lost.calls_left > 0 {
             lost.calls_left -= 1;
             return false;

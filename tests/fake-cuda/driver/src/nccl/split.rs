@@ -4,9 +4,8 @@
 
 use std::ffi::c_int;
 
-use super::Code;
 use super::comm::{Config, Life, add, join, new_clique, settle};
-use super::{call, group};
+use super::{Code, call, group};
 use crate::abi::{In, Out, Raw};
 use crate::state::{Held, Tag};
 

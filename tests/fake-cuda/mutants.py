@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Removes each wait and each event of the pipelines, one at a time, and sees that a test on the fake driver fails.
+
+    python3 tests/fake-cuda/mutants.py [FILTER]
+
+Works on a copy of the repository under target/; takes minutes. Prints a line for each mutant and fails if one survives.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "target" / "mutants"
+RUNTIME = Path("fsdp-runtime/src")
+MAIN = Path("tests/fake-cuda/tests/pipelines")
+
+# Compiled into the test from their own source: only the test is built again for their mutants.
+IN_TEST = {
+    RUNTIME / "pipeline/all_gather.rs": "mutant/pipeline/all_gather.rs",
+    RUNTIME / "pipeline/grad_reduce.rs": "mutant/pipeline/grad_reduce.rs",
+    RUNTIME / "memory/pool.rs": "mutant/pool.rs",
+}
+IN_RUNTIME = [
+    RUNTIME / "comm/local/shared_device.rs",
+    RUNTIME / "device/cuda/block.rs",
+    RUNTIME / "device/cuda/stream.rs",
+]
+
+PASSED = 'crate::device::Stream::record(&*crate::device::cpu::ComputeStream::new("passed"))'
+MUTATIONS = [
+    # A stream does not wait.
+    (re.compile(r"^(\s*).*\.wait\(.*\)\?;$"), r"\1"),
+    (re.compile(r"^(.*)\|event\| self\.streams\.compute\.wait\(event\)\)$"), r"\1|_| Ok(()))"),
+    (re.compile(r"^(.*)self\.enqueue\(.waiting for an event.*\)(,)$"), r"\1Ok(())\2"),
+    # An event tells nothing.
+    (re.compile(r"^(?!.*\.wait\()(.*[ (])[\w.]+\.record\(\)(.*)$"), rf"\1{PASSED}\2"),
+    # What a stream uses is not noted.
+    (re.compile(r"^(\s*)note_use\(.*$"), r"\1Ok(())"),
+]
+
+
+def mutants(text):
+    """Line number and mutated text, without those in the file's unit tests."""
+    lines = text.split("\n")
+    end = lines.index("#[cfg(test)]") if "#[cfg(test)]" in lines else len(lines)
+    for number, line in enumerate(lines[:end]):
+        for pattern, replacement in MUTATIONS:
+            changed = pattern.sub(replacement, line)
+            if changed != line:
+                yield number + 1, line.strip(), "\n".join(lines[:number] + [changed] + lines[number + 1 :])
+                break
+
+
+def copy():
+    shutil.rmtree(COPY, ignore_errors=True)
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    for name in filter(None, files.stdout.split("\0")):
+        target = COPY / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    mutant = COPY / MAIN / "mutant"
+    shutil.copytree(COPY / RUNTIME / "pipeline", mutant / "pipeline")
+    shutil.copy2(COPY / RUNTIME / "memory/pool.rs", mutant / "pool.rs")
+    for name, old, new in [
+        ("main.rs", "../../../../fsdp-runtime/src/pipeline/mod.rs", "mutant/pipeline/mod.rs"),
+        ("memory.rs", "../../../../fsdp-runtime/src/memory/pool.rs", "mutant/pool.rs"),
+    ]:
+        path = COPY / MAIN / name
+        text = path.read_text()
+        assert old in text, (name, old)
+        path.write_text(text.replace(old, new))
+
+
+def passes():
+    """True if the tests pass, False if one fails; an error if it does not compile."""
+    command = ["cargo", "test", "--workspace", "--quiet", "--test", "pipelines", "--target-dir", ROOT / "target"]
+    build = subprocess.run([*command, "--no-run"], cwd=COPY, capture_output=True, text=True)
+    if build.returncode:
+        sys.exit(f"a mutant does not compile:\n{build.stderr}")
+    program = re.search(r"\((\S*pipelines-\S+)\)", subprocess.run(
+        [*command[:3], *command[4:], "--no-run"], cwd=COPY, capture_output=True, text=True).stderr)
+    command = [COPY / program.group(1), "ranks_train", "rank_trains", "rank_that"]
+    try:
+        return subprocess.run(command, cwd=COPY / MAIN.parents[1], capture_output=True, timeout=300).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def main():
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    copy()
+    if not passes():
+        sys.exit("the tests fail without a mutant")
+    survivors, count = [], 0
+    for source in [*IN_TEST, *IN_RUNTIME]:
+        original = (ROOT / source).read_text()
+        target = COPY / MAIN / IN_TEST[source] if source in IN_TEST else COPY / source
+        for number, line, text in mutants(original):
+            where = f"{source.relative_to(RUNTIME)}:{number}"
+            if wanted not in where:
+                continue
+            target.write_text(text)
+            count += 1
+            survived = passes()
+            print(f"{'SURVIVED' if survived else 'found':8}  {where}: {line}", flush=True)
+            if survived:
+                survivors.append(where)
+        target.write_text(original)
+    print(f"{count - len(survivors)} of {count} mutants were found")
+    sys.exit(1 if survivors else 0)
+
+
+main()
