@@ -52,6 +52,14 @@ pub enum NcclError {
     Comm(#[from] CommError),
 }
 
+/// Checks that NCCL is there, as [`NcclComm::new`] does.
+///
+/// # Errors
+/// [`CudaError::MissingLibrary`] if it is not installed, not where the loader looks, or older than 2.22.
+pub fn available() -> Result<(), CudaError> {
+    library::require()
+}
+
 /// A rank's communicator by NCCL, for the streams of its device.
 ///
 /// NCCL's own communicator of a duplicate or a group is made in the first collective of a stream that is called on it,
@@ -78,7 +86,7 @@ impl NcclComm {
     /// [`NcclError::Library`] if NCCL is not installed; [`CommError::Invalid`] if `control` is not one that ranks can be
     /// joined on ([`Communicator::control`]); those of [`Communicator::host_gather`] and of NCCL.
     pub fn new(control: Arc<dyn Communicator>, device: &CudaDevice) -> Result<Arc<NcclComm>, NcclError> {
-        library::require()?;
+        available()?;
         let ledger = ledger_of(&*control)?;
         let lease = Lease::new(device.clone(), ledger.clone())?;
         let this = Arc::new(NcclComm { control, ledger, lease, turn: Mutex::default() });

@@ -20,7 +20,11 @@ mod rank;
 #[path = "../../../model/src/pipelines/setting.rs"]
 mod setting;
 
+use std::sync::Arc;
+
 use fake_cuda::{Schedule, Session, register_fsdp_kernels};
+use fsdp_runtime::comm::Communicator;
+use fsdp_runtime::comm::nccl::NcclComm;
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, World};
 
@@ -28,15 +32,35 @@ use self::place::Shared;
 use self::rank::Rank;
 use self::setting::Setting;
 
-/// Trains with `seed`'s setting on ranks that share one device.
-fn train(inner: usize, outer: usize, seed: u64, fuse: Option<(usize, usize)>) -> Result<(), LaunchError> {
+/// How ranks are joined.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Joined {
+    /// By the one device that they share.
+    OneDevice,
+    /// By NCCL, each with a device of its own.
+    Nccl,
+}
+
+/// Trains with `seed`'s setting.
+fn train(
+    inner: usize,
+    outer: usize,
+    seed: u64,
+    joined: Joined,
+    fuse: Option<(usize, usize)>,
+) -> Result<(), LaunchError> {
     check::seed(seed);
     let setting = Setting { device: true, ..Setting::choose(inner, outer) };
     let options = CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) };
     launch::local(inner * outer, |world: World| -> fsdp_runtime::Result<()> {
-        let device = CudaDevice::open(0, &options).expect("the fake driver has a device");
+        let ordinal = if joined == Joined::OneDevice { 0 } else { world.rank() };
+        let device = CudaDevice::open(ordinal, &options).expect("the fake driver has a device");
         let fuse = fuse.filter(|(rank, _)| *rank == world.rank()).map(|(_, uses)| uses);
-        Ok(Rank::new(Shared::new(device), setting, &world, fuse)?.train()?)
+        let comm: Arc<dyn Communicator> = match joined {
+            Joined::OneDevice => world.communicator().clone(),
+            Joined::Nccl => NcclComm::new(world.communicator().clone(), &device).expect("NCCL is there"),
+        };
+        Ok(Rank::new(Shared::new(device), setting, &*comm, fuse)?.train()?)
     })
     .map(drop)
 }
@@ -49,11 +73,11 @@ fn schedules(seed: u64) -> Schedule {
     }
 }
 
-fn trained(inner: usize, outer: usize, runs: u64) {
+fn trained(inner: usize, outer: usize, joined: Joined, runs: u64) {
     for seed in 0..runs {
         let session = Session::new(schedules(seed));
         place::register(&session);
-        let outcome = train(inner, outer, seed, None);
+        let outcome = train(inner, outer, seed, joined, None);
         if let Err(error) = outcome {
             panic!("seed {seed}: {error}");
         }
@@ -65,25 +89,32 @@ fn trained(inner: usize, outer: usize, runs: u64) {
 
 #[test]
 fn one_rank_trains() {
-    trained(1, 1, 30);
+    trained(1, 1, Joined::OneDevice, 30);
 }
 
 #[test]
 fn two_ranks_train() {
-    trained(2, 1, 150);
+    trained(2, 1, Joined::OneDevice, 150);
 }
 
 #[test]
 fn two_outer_ranks_train() {
-    trained(1, 2, 60);
+    trained(1, 2, Joined::OneDevice, 60);
 }
 
 #[test]
 fn two_by_two_ranks_train() {
-    trained(2, 2, 60);
+    trained(2, 2, Joined::OneDevice, 60);
 }
 
 #[test]
 fn four_ranks_train() {
-    trained(4, 1, 30);
+    trained(4, 1, Joined::OneDevice, 30);
+}
+
+#[test]
+fn ranks_joined_by_nccl_train() {
+    for (inner, outer, runs) in [(1, 1, 10), (2, 1, 40), (1, 2, 20), (2, 2, 30), (4, 1, 20)] {
+        trained(inner, outer, Joined::Nccl, runs);
+    }
 }
