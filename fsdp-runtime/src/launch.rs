@@ -1,4 +1,5 @@
-//! Starting ranks as threads of this process, and ending them together.
+//! Starting ranks as threads of this process, or as one of the processes that a launcher has started, and ending them
+//! together.
 //!
 //! Run programs that launch ranks this way with `CANDLE_NUM_THREADS=1` in the environment: candle computes
 //! element-wise ops of 65,536 elements and more on one pool of spinning threads for the whole process, behind
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::local::{LocalOptions, LocalWorld};
+use crate::comm::tcp::{Place, TcpComm};
 use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
 use crate::device::cpu::WorkerScope;
 use crate::mesh::MeshError;
@@ -23,6 +25,7 @@ pub const MAX_RANKS: usize = 2048;
 #[derive(Clone)]
 pub struct World {
     communicator: Arc<dyn Communicator>,
+    local_rank: usize,
 }
 
 impl World {
@@ -34,6 +37,11 @@ impl World {
     /// Number of ranks.
     pub fn size(&self) -> usize {
         self.communicator.size()
+    }
+
+    /// This rank's number among those of its machine, from 0: the GPU that it takes.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// The communicator of all ranks.
@@ -103,6 +111,9 @@ pub enum LaunchError {
     /// A setting from the environment is wrong; no rank was started.
     #[error("{0}")]
     Setting(String),
+    /// This process could not join the other ranks'.
+    #[error(transparent)]
+    Join(#[from] CommError),
     /// The system could not start the thread of a rank; those that had started were ended.
     #[error("rank {rank} could not be started with a stack of {stack_size} bytes: {message}")]
     Start {
@@ -158,6 +169,23 @@ where
     F: Fn(World) -> Result<T, E> + Sync,
 {
     Launcher::new().ranks(ranks).run(rank_main)
+}
+
+/// Runs `rank_main` as one rank of those that `torchrun`, `srun` or `mpirun` has started, as the environment says
+/// ([`Place::from_env`]), with the default settings of [`Launcher`].
+///
+/// Its communicator is one of the host ([`TcpComm`]): collectives of devices need one by NCCL that is made on it.
+///
+/// # Errors
+/// [`LaunchError`], if this rank panicked or returned an error, or a collective failed.
+pub fn distributed<T, E, F>(rank_main: F) -> Result<T, LaunchError>
+where
+    T: Send,
+    E: fmt::Display + Send,
+    F: Fn(World) -> Result<T, E> + Sync,
+{
+    let place = Place::from_env().map_err(|error| LaunchError::Setting(words(error)))?;
+    Launcher::new().join(&place, rank_main)
 }
 
 /// Settings of a launch.
@@ -254,21 +282,52 @@ impl Launcher {
                     }
                 }
             }
-            let join = |thread: ScopedJoinHandle<'_, Result<T, RankEnd>>| match thread.join() {
-                Ok(end) => end,
-                Err(payload) => Err(RankEnd::Panicked(panic_text(&*payload))),
-            };
-            Ok(threads.into_iter().map(join).collect::<Vec<_>>())
+            Ok(threads.into_iter().map(join_rank).collect::<Vec<_>>())
         })?;
         collect(ends, world.failure())
+    }
+
+    /// Runs `rank_main` on a thread of this process, which is one rank of those that were started together: the one of this
+    /// `place`. The number of ranks that was set does not count.
+    ///
+    /// # Errors
+    /// As for [`distributed`].
+    pub fn join<T, E, F>(&self, place: &Place, rank_main: F) -> Result<T, LaunchError>
+    where
+        T: Send,
+        E: fmt::Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let communicator = TcpComm::join(place, self.options()?)?;
+        let Place { rank, local_rank, .. } = *place;
+        let end = thread::scope(|scope| {
+            let world = World { communicator: communicator.clone(), local_rank };
+            let thread = Builder::new().name(format!("rank{rank}")).stack_size(self.stack_size);
+            let (main, ends) = (&rank_main, &communicator);
+            let thread = thread.spawn_scoped(scope, move || run_rank(&**ends, rank, Ok(world), main));
+            let thread = thread.map_err(|error| {
+                let (stack_size, message) = (self.stack_size, error.to_string());
+                LaunchError::Start { rank, stack_size, message }
+            })?;
+            Ok(join_rank(thread))
+        });
+        match end.inspect_err(|error: &LaunchError| communicator.fail(rank, &format!("failed: {error}")))? {
+            Ok(value) => match communicator.failure() {
+                None => Ok(value),
+                Some(error) => {
+                    let first = RankFailure { rank, end: RankEnd::Returned(error.to_string()) };
+                    Err(LaunchError::Ranks { first, others: Vec::new() })
+                }
+            },
+            Err(end) => Err(LaunchError::Ranks { first: RankFailure { rank, end }, others: Vec::new() }),
+        }
     }
 
     fn options(&self) -> Result<LocalOptions, LaunchError> {
         let mut options = match LocalOptions::from_env() {
             Ok(options) => options,
             Err(_) if self.timeout.is_some() => LocalOptions::default(),
-            Err(CommError::Invalid { message, .. }) => return Err(LaunchError::Setting(message)),
-            Err(error) => return Err(LaunchError::Setting(error.to_string())),
+            Err(error) => return Err(LaunchError::Setting(words(error))),
         };
         options.timeout = self.timeout.unwrap_or(options.timeout);
         options.trace = self.trace.unwrap_or(options.trace);
@@ -289,39 +348,90 @@ impl Launcher {
         F: Fn(World) -> Result<T, E> + Sync,
     {
         let world = world.clone();
-        Builder::new()
-            .name(format!("rank{rank}"))
-            .stack_size(self.stack_size)
-            .spawn_scoped(scope, move || run_rank(&world, rank, rank_main))
+        Builder::new().name(format!("rank{rank}")).stack_size(self.stack_size).spawn_scoped(
+            scope,
+            move || {
+                let communicator = world.communicator(rank).map_err(|error| error.to_string());
+                let own = communicator.map(|communicator| World { communicator, local_rank: rank });
+                run_rank(&*world, rank, own, rank_main)
+            },
+        )
     }
 }
 
-/// A rank's thread: runs its code and tells the world how it ended.
-fn run_rank<T, E, F>(world: &Arc<LocalWorld>, rank: usize, rank_main: &F) -> Result<T, RankEnd>
+/// A setting that is wrong, without the rank that found it.
+fn words(error: CommError) -> String {
+    match error {
+        CommError::Invalid { message, .. } => message,
+        error => error.to_string(),
+    }
+}
+
+fn join_rank<T>(thread: ScopedJoinHandle<'_, Result<T, RankEnd>>) -> Result<T, RankEnd> {
+    match thread.join() {
+        Ok(end) => end,
+        Err(payload) => Err(RankEnd::Panicked(panic_text(&*payload))),
+    }
+}
+
+/// Who is told how a rank has ended.
+trait Ends {
+    fn finish(&self, rank: usize);
+
+    /// `how` follows the rank's name.
+    fn fail(&self, rank: usize, how: &str);
+}
+
+impl Ends for LocalWorld {
+    fn finish(&self, rank: usize) {
+        self.finish(rank);
+    }
+
+    fn fail(&self, rank: usize, how: &str) {
+        self.fail(rank, how);
+    }
+}
+
+impl Ends for TcpComm {
+    fn finish(&self, _: usize) {
+        self.leave(None);
+    }
+
+    fn fail(&self, _: usize, how: &str) {
+        self.leave(Some(how));
+    }
+}
+
+/// A rank's thread: runs its code and tells the others how it ended.
+fn run_rank<T, E, F>(
+    ends: &impl Ends,
+    rank: usize,
+    world: Result<World, String>,
+    rank_main: &F,
+) -> Result<T, RankEnd>
 where
     E: fmt::Display,
     F: Fn(World) -> Result<T, E>,
 {
     let workers = WorkerScope::enter();
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let communicator = world.communicator(rank).map_err(|error| error.to_string())?;
         // The alternate form, by which some error types give their causes too.
-        rank_main(World { communicator }).map_err(|error| format!("{error:#}"))
+        rank_main(world?).map_err(|error| format!("{error:#}"))
     }));
     let end = match outcome {
         Ok(Ok(value)) => {
             // What is still under way on its streams, peers take part in.
             workers.join();
-            world.finish(rank);
+            ends.finish(rank);
             return Ok(value);
         }
         Ok(Err(text)) => {
-            world.fail(rank, &format!("failed: {text}"));
+            ends.fail(rank, &format!("failed: {text}"));
             RankEnd::Failed(text)
         }
         Err(payload) => {
             let text = panic_text(&*payload);
-            world.fail(rank, &format!("panicked: {text}"));
+            ends.fail(rank, &format!("panicked: {text}"));
             RankEnd::Panicked(text)
         }
     };

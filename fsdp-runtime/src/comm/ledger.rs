@@ -13,7 +13,7 @@ use super::call::{Call, Op};
 pub struct Control(pub(super) Arc<dyn Ledger>);
 
 /// How far a rank's device is with a collective that the rank has called.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Stage {
     Called,
     Started,
@@ -21,7 +21,7 @@ pub(super) enum Stage {
 }
 
 /// Why a rank gives up.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub(super) enum Trouble {
     /// Time has run out.
     Late,

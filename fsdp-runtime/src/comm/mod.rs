@@ -8,6 +8,7 @@ mod ledger;
 pub mod local;
 #[cfg(feature = "cuda-driver")]
 pub mod nccl;
+pub mod tcp;
 mod traffic;
 
 use std::sync::Arc;
@@ -20,7 +21,7 @@ pub use ledger::Control;
 use crate::device::{Slice, Stream};
 
 /// Part of the training step a collective belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Phase {
     /// Building, sharding, loading.
     Setup,
@@ -92,7 +93,7 @@ pub struct Reduce {
 }
 
 /// Reduction of small host values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum HostOp {
     /// Sum in rank order.
     Sum,
