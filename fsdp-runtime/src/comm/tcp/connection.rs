@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::{Error, ErrorKind};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -26,6 +26,8 @@ pub(super) struct Connection {
     /// The failure of the world, or of the connection.
     failure: Mutex<Option<CommError>>,
     next: AtomicU64,
+    /// The rank has said that it goes: the connection may end.
+    left: AtomicBool,
 }
 
 type Reply = Result<Vec<Vec<u8>>, CommError>;
@@ -33,7 +35,6 @@ type Reply = Result<Vec<Vec<u8>>, CommError>;
 /// A rank that has joined. Dropping it leaves, unless that has been said.
 pub(super) struct Membership {
     pub(super) connection: Arc<Connection>,
-    left: Mutex<bool>,
     reader: Option<JoinHandle<()>>,
     /// Ends the pings by being dropped.
     pings: Option<(Sender<()>, JoinHandle<()>)>,
@@ -73,6 +74,7 @@ impl Membership {
             waiting: Mutex::new(Some(HashMap::new())),
             failure: Mutex::default(),
             next: AtomicU64::new(1),
+            left: AtomicBool::new(false),
         });
         let named = |name: &str| thread::Builder::new().name(format!("rank{}/{name}", place.rank));
         let (reader, pinger, (stop, stopped)) = (connection.clone(), connection.clone(), mpsc::channel());
@@ -83,13 +85,12 @@ impl Membership {
             }
         });
         let pings = Some((stop, pings.map_err(lost)?));
-        let left = Mutex::new(false);
-        Ok(Membership { connection, left, reader: Some(reader), pings, _server: server })
+        Ok(Membership { connection, reader: Some(reader), pings, _server: server })
     }
 
     /// Says that the rank has returned, or `how` it has failed. Only the first word counts.
     pub(super) fn leave(&self, how: Option<&str>) {
-        if !std::mem::replace(&mut *self.left.lock(), true) {
+        if !self.connection.left.swap(true, Ordering::AcqRel) {
             let request = how.map_or(Request::Finish, |how| Request::Fail { how: how.to_owned() });
             self.connection.send(&request, &[]);
         }
@@ -168,8 +169,10 @@ impl Connection {
 
     /// The connection has failed: so has the world, for this rank.
     fn lose(&self, error: &Error) {
-        let lost = self.lost(&words(error));
-        self.failure.lock().get_or_insert(lost);
+        if !self.left.load(Ordering::Acquire) {
+            let lost = self.lost(&words(error));
+            self.failure.lock().get_or_insert(lost);
+        }
         *self.waiting.lock() = None;
     }
 
