@@ -83,15 +83,15 @@ impl Ledger for Endpoint {
         if let Some(failure) = &state.failure {
             return Err(failure.error(rank));
         }
-        let number = self.called.fetch_add(1, Ordering::Relaxed) as u64 + 1;
+        let number = self.called.fetch_add(1, Ordering::Relaxed) + 1;
         state.enter(channel, index, number, &call);
         let differs = |state: &State, ours: &Call, theirs: &Call, peer: usize| {
             let difference = ours.differing(rank, theirs, members[peer]);
             format!("{} differs: {difference}", state.name(channel, number))
         };
         let arrivals = state.channels[channel].arrived.iter().enumerate();
-        let on_the_host = arrivals.filter_map(|(i, arrival)| Some((i, arrival.as_ref()?)));
-        let on_the_host = on_the_host.filter(|(i, arrival)| *i != index && arrival.number == number).next();
+        let mut arrivals = arrivals.filter_map(|(i, arrival)| Some((i, arrival.as_ref()?)));
+        let on_the_host = arrivals.find(|(i, arrival)| *i != index && arrival.number == number);
         let entered = state.entry(channel, number).map(|entry| (entry.first, &entry.call));
         let other = on_the_host.map(|(i, arrival)| (i, &arrival.call)).or(entered);
         if let Some((peer, theirs)) = other.filter(|(_, theirs)| !theirs.agrees_with(&call)) {

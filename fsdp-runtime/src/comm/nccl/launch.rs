@@ -1,5 +1,7 @@
 //! What a collective enqueues on its stream.
 
+use std::slice::from_ref;
+
 use cudarc::nccl::sys::{ncclComm_t, ncclRedOp_t};
 
 use super::flight::Comm;
@@ -66,7 +68,7 @@ impl Launch<'_> {
         for (part, from, sum) in &sums {
             let Some(factor) = sum.factor else { continue };
             // SAFETY: they are as long, and come after the sum in the order of the stream.
-            unsafe { self.stream.sum_ranks(&[from.clone()], &part.recv, factor, part.accumulate) }?;
+            unsafe { self.stream.sum_ranks(from_ref(from), &part.recv, factor, part.accumulate) }?;
         }
         Ok(())
     }

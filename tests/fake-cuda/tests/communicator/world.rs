@@ -1,10 +1,12 @@
 //! Ranks as threads, each with a device of its own, joined by NCCL.
 
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fake_cuda::register_fsdp_kernels;
 use fsdp_runtime::comm::nccl::NcclComm;
+use fsdp_runtime::comm::tcp::Place;
 use fsdp_runtime::comm::{Phase, Tag};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, CudaStream, KernelImage, Priority};
 use fsdp_runtime::device::{Slice, Stream, update_f32};
@@ -88,6 +90,32 @@ pub fn launch<T: Send>(
     launcher.run(|world| {
         let rank = Rank::new(world, &image).map_err(|error| error.to_string())?;
         body(&rank).map_err(|error| error.to_string())
+    })
+}
+
+/// Runs `body` on ranks that are joined by TCP, as processes are; what became of each.
+pub fn launch_by_tcp<T: Send>(
+    ranks: usize,
+    timeout: Duration,
+    body: impl Fn(&Rank) -> Outcome<T> + Sync,
+) -> Vec<Result<T, LaunchError>> {
+    let (image, body) = (&register_fsdp_kernels(), &body);
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("there is a free port");
+    let port = listener.local_addr().expect("it has an address").port();
+    drop(listener);
+    std::thread::scope(|scope| {
+        let rank = |rank: usize| {
+            let address = ("127.0.0.1".to_owned(), port);
+            let place = Place { rank, size: ranks, local_rank: rank, address };
+            scope.spawn(move || {
+                Launcher::new().timeout(timeout).stack_size(1 << 20).join(&place, |world| {
+                    let rank = Rank::new(world, image).map_err(|error| error.to_string())?;
+                    body(&rank).map_err(|error| error.to_string())
+                })
+            })
+        };
+        let ranks = (0..ranks).map(rank).collect::<Vec<_>>();
+        ranks.into_iter().map(|rank| rank.join().expect("a launch does not panic")).collect()
     })
 }
 
