@@ -105,20 +105,35 @@ fn train_three(world: &World, x: f32, save: Option<&Path>) -> fsdp::Result<Vec<f
     Ok(weights(&model)?.remove("dot.w").unwrap())
 }
 
-/// The parts of a tensor of 7 elements tile it.
+/// The parts of a tensor tile it, also where ranks do not divide it or outnumber its elements.
 #[test]
 fn parts_tile_their_tensor() {
-    let dir = tempfile::tempdir().unwrap();
-    launch::local(3, |world| -> fsdp::Result<()> {
-        let config = FsdpConfig { alignment: ShardAlignment::Row, ..FsdpConfig::default() };
-        let model = Dots { dot: Dot::new(7, 1.0) }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
-        Checkpoints::new(dir.path()).save(Contents::of(&model)).map(drop)
-    })
-    .unwrap();
-    let checkpoint = Checkpoint::open(dir.path().join("step-00000000")).unwrap();
-    let parts = &checkpoint.tensor("model", "dot.w").unwrap().parts;
-    let tiles: Vec<(usize, usize)> = parts.iter().map(|part| (part.start, part.len)).collect();
-    assert_eq!(tiles, [(0, 3), (3, 3), (6, 1)]);
+    type Part = (usize, usize);
+    let parts = |len: usize, ranks: usize, alignment: ShardAlignment| -> Vec<Part> {
+        let dir = tempfile::tempdir().unwrap();
+        launch::local(ranks, |world| -> fsdp::Result<()> {
+            let config = FsdpConfig { alignment, ..FsdpConfig::default() };
+            let dots = Dots { dot: Dot::new(len, 1.0) };
+            let model = dots.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            Checkpoints::new(dir.path()).save(Contents::of(&model)).map(drop)
+        })
+        .unwrap();
+        let checkpoint = Checkpoint::open(dir.path().join("step-00000000")).unwrap();
+        let parts = &checkpoint.tensor("model", "dot.w").unwrap().parts;
+        parts.iter().map(|part| (part.start, part.len)).collect()
+    };
+    let tiles: [(usize, usize, &[Part]); 4] = [
+        (7, 3, &[(0, 3), (3, 3), (6, 1)]),
+        (5, 2, &[(0, 3), (3, 2)]),
+        (3, 8, &[(0, 1), (1, 1), (2, 1)]),
+        (10, 4, &[(0, 3), (3, 3), (6, 3), (9, 1)]),
+    ];
+    for (len, ranks, expected) in tiles {
+        assert_eq!(parts(len, ranks, ShardAlignment::Row), expected, "{len} elements on {ranks} ranks");
+        // Here shards are of 64 bytes at least.
+        assert_eq!(parts(len, ranks, ShardAlignment::Element), [(0, len)]);
+    }
+    assert_eq!(parts(40, 3, ShardAlignment::Element), [(0, 16), (16, 16), (32, 8)]);
 }
 
 /// Padding is in no file, and no NaN of it anywhere.

@@ -12,8 +12,12 @@ use fsdp::prelude::*;
 use crate::small::{History, Run};
 
 /// Numbers of the errors of Linux and their words.
-const ERRORS: [(i32, &str); 3] =
-    [(28, "No space left on device"), (13, "Permission denied"), (5, "Input/output error")];
+const ERRORS: [(i32, &str); 4] = [
+    (28, "No space left on device"),
+    (13, "Permission denied"),
+    (30, "Read-only file system"),
+    (5, "Input/output error"),
+];
 
 /// One operation: the rank's thread, and how many of it came before.
 type Place = (String, usize);
@@ -112,7 +116,7 @@ fn every_operation_may_fail_on_any_rank() {
 
     let place = dir.path().join("run");
     let (store, faults) = faulty(Checkpoints::new(&place).keep(2));
-    let history = History::new(2 + 3 * operations.len());
+    let history = History::new(2 + ERRORS.len() * operations.len());
     launch::local(2, |world| -> fsdp::Result<()> {
         let mut run = Run::start(&world)?;
         let first = world.rank() == 0;

@@ -63,6 +63,19 @@ fn the_whole_model_is_on_rank_0_and_goes_to_any_number_of_ranks() {
     }
 }
 
+/// Ties, frozen weights and what owns which element are the layout's, which a load does not touch.
+#[test]
+fn a_step_after_a_load_is_that_of_the_run_it_came_from() {
+    for (ranks, strategy) in [(1, Strategy::default()), (2, Strategy::Optim), (3, Strategy::default())] {
+        let config = FsdpConfig { strategy, seed: 1, ..FsdpConfig::default() };
+        let other = FsdpConfig { seed: 2, ..config.clone() };
+        let start = model(1, &config, None, false);
+        let stepped = model(ranks, &config, None, true);
+        assert_ne!(bits(&stepped), bits(&start));
+        assert_eq!(bits(&model(ranks, &other, Some(&start), true)), bits(&stepped));
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_told_on_all_ranks() {
     let config = FsdpConfig::default();

@@ -254,6 +254,9 @@ fn killed_before_any_file_operation_in_the_background() {
     kill_before_every_operation(Way::Beside);
 }
 
+/// At random times, in each way of saving. Those before each file operation come on top.
+const KILLS: u64 = 100;
+
 /// Kills a run and the runs that go on from it, one after the other, at any time.
 fn kill_at_random_times(way: Way, kills: u64) {
     let dir = tempfile::tempdir().unwrap();
@@ -282,10 +285,10 @@ fn kill_at_random_times(way: Way, kills: u64) {
 
 #[test]
 fn killed_at_random_times() {
-    kill_at_random_times(Way::Here, 70);
+    kill_at_random_times(Way::Here, KILLS);
 }
 
 #[test]
 fn killed_at_random_times_in_the_background() {
-    kill_at_random_times(Way::Beside, 70);
+    kill_at_random_times(Way::Beside, KILLS);
 }

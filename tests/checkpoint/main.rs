@@ -5,7 +5,10 @@ mod faults;
 mod file_faults;
 mod frozen;
 mod full_state;
+mod fused;
 mod kills;
+#[cfg(target_os = "linux")]
+mod limits;
 mod model;
 mod power_cuts;
 mod round_trips;

@@ -7,7 +7,7 @@ use crate::catalogue::cases;
 
 #[test]
 fn the_catalogue_has_every_kernel() {
-    let mut listed: Vec<&str> = cases().iter().map(|case| case.kernel.name()).collect();
+    let mut listed: Vec<&str> = cases(None).iter().map(|case| case.kernel.name()).collect();
     listed.sort();
     listed.dedup();
     let mut all: Vec<&str> = FAMILIES.iter().flat_map(|family| family.kernels).copied().collect();
@@ -23,10 +23,21 @@ fn structs_have_the_sizes_of_the_text() {
     }
 }
 
+/// Each buffer in turn: packs may be used only where all addresses allow.
+#[test]
+fn any_buffer_may_be_misaligned() {
+    let most = cases(None).iter().map(|case| case.accesses().len()).max();
+    for index in 0..most.expect("there are cases") {
+        for case in cases(Some(index)) {
+            assert_eq!(case.run(&case.accesses()), Ok(()), "buffer {index}");
+        }
+    }
+}
+
 /// A launch with one thing changed about its memory must end at what touches it.
 #[test]
 fn memory_is_declared_to_the_last_byte_and_no_further() {
-    for case in cases() {
+    for case in cases(None) {
         let memory = case.accesses();
         assert_eq!(case.run(&memory), Ok(()));
         for index in 0..memory.len() {
@@ -52,7 +63,7 @@ fn memory_is_declared_to_the_last_byte_and_no_further() {
 /// The mutation test of all `__syncthreads()`: without any one of them some launch is seen to race.
 #[test]
 fn every_barrier_is_needed() {
-    let cases = cases();
+    let cases = cases(None);
     for case in &cases {
         assert_eq!(case.run(&case.accesses()), Ok(()));
     }

@@ -194,6 +194,9 @@ fn extreme_logits() {
     assert_eq!(grads, [0.0, -0.5, 0.5, 0.0]);
     let (loss, _) = row(&[f32::NEG_INFINITY, 1.0], 0);
     assert_eq!(loss, f64::INFINITY);
+    let (loss, grads) = row(&[-1e30, -1e30], 0);
+    assert!((loss - 2f64.ln()).abs() < 1e-7);
+    assert_eq!(grads, [-0.5, 0.5]);
     // Differences beyond any exponent.
     let (loss, grads) = row(&[f32::MAX, -f32::MAX, 0.0], 1);
     assert_eq!(loss, 2.0 * f64::from(f32::MAX));

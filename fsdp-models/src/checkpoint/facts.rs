@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+/// Longest name of an object whose members are told apart, in bytes: they all repeat it.
+const PREFIX: usize = 200;
+
 /// The values of a checkpoint, each member of an object by itself: `optimizer.steps` = 100.
 pub(super) fn flatten(values: &BTreeMap<String, Value>) -> BTreeMap<String, Value> {
     fn insert(flat: &mut BTreeMap<String, Value>, name: String, value: &Value) {
         match value {
-            Value::Object(members) if !members.is_empty() => {
+            Value::Object(members) if !members.is_empty() && name.len() <= PREFIX => {
                 members.iter().for_each(|(member, value)| insert(flat, format!("{name}.{member}"), value));
             }
             _ => {
@@ -24,22 +27,32 @@ pub(super) fn flatten(values: &BTreeMap<String, Value>) -> BTreeMap<String, Valu
 /// Longest text of a value that is shown whole, in characters.
 const SHOWN: usize = 72;
 
+/// Longest text of a cell of a table, in characters: every row is as wide as the widest.
+const CELL: usize = 200;
+
 /// A value in a line.
 pub(super) fn shown(value: &Value) -> String {
-    let text = value.as_str().map_or_else(|| value.to_string(), printable);
-    match text.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}.. ({} characters)", &text[..end], text.chars().count()),
-        None => text,
-    }
+    value.as_str().map_or_else(|| cut(&value.to_string(), SHOWN), |text| cut(text, SHOWN))
 }
 
-/// A name from a file, without what would move a terminal's cursor.
+/// A name from a file, in a line or a cell.
 pub(super) fn printable(text: &str) -> String {
+    cut(text, CELL)
+}
+
+/// The first `most` characters, without what would move a terminal's cursor.
+fn cut(text: &str, most: usize) -> String {
     let escape = |c: char| {
         let escaped = c.is_control().then(|| c.escape_default().to_string());
         escaped.unwrap_or_else(|| c.to_string())
     };
-    text.chars().map(escape).collect()
+    match text.char_indices().nth(most) {
+        Some((end, _)) => {
+            let start: String = text[..end].chars().map(escape).collect();
+            format!("{start}.. ({} characters)", text.chars().count())
+        }
+        None => text.chars().map(escape).collect(),
+    }
 }
 
 /// `1 rank`, `2 ranks`.
@@ -49,7 +62,7 @@ pub(super) fn ranks_text(ranks: usize) -> String {
 
 /// `[2, 3]`.
 pub(super) fn dims(shape: &[usize]) -> String {
-    format!("{shape:?}")
+    printable(&format!("{shape:?}"))
 }
 
 #[cfg(test)]

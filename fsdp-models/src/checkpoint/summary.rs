@@ -192,14 +192,14 @@ fn ranks(index: &Index, tensor: &StoredTensor) -> String {
     let names = files_of(index, tensor);
     let rank = |name: &&str| name.strip_prefix("rank-")?.strip_suffix(".safetensors")?.parse::<usize>().ok();
     let Some(ranks) = names.iter().map(rank).collect::<Option<Vec<_>>>() else {
-        return names.iter().map(|name| printable(name)).collect::<Vec<_>>().join(", ");
+        return printable(&names.join(", "));
     };
     let runs = ranks.chunk_by(|rank, next| rank.checked_add(1) == Some(*next));
     let run = |run: &[usize]| match run {
         [first, .., last] => format!("{first}-{last}"),
         _ => run.iter().map(usize::to_string).collect(),
     };
-    runs.map(run).collect::<Vec<_>>().join(", ")
+    printable(&runs.map(run).collect::<Vec<_>>().join(", "))
 }
 
 /// The files that a tensor is in, sorted.

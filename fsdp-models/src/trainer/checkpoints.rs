@@ -4,7 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use fsdp::Fsdp;
-use fsdp::checkpoint::{BackgroundSaver, Checkpoint, Checkpoints, Contents, OptimizerState, Restore};
+use fsdp::checkpoint::{
+    BackgroundSaver, Checkpoint, CheckpointError, Checkpoints, Contents, INDEX_FILE, OptimizerState, Restore,
+};
 use fsdp::files::FileError;
 use fsdp::optim::{LossScaler, LossScalerState};
 use serde::{Deserialize, Serialize};
@@ -15,6 +17,9 @@ use crate::llama::Llama;
 
 /// The value of a checkpoint that holds what is the loop's own.
 const RUN: &str = "run";
+
+/// Most samples and steps that are believed: more can always be added.
+const MAX_COUNT: u64 = i64::MAX as u64;
 
 /// How a run is saved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,6 +87,13 @@ impl RunCheckpoints {
     fn look(path: PathBuf, data: &dyn Batches) -> crate::Result<(PathBuf, RunState)> {
         let checkpoint = Checkpoint::open(&path).map_err(fsdp::Error::from)?;
         let state: RunState = checkpoint.value(RUN).map_err(fsdp::Error::from)?;
+        for (what, count) in [("samples", state.data.samples), ("steps", state.steps as u64)] {
+            if count > MAX_COUNT {
+                let reason = format!("its value `{RUN}` has {count} {what}, more than {MAX_COUNT}");
+                let path = path.join(INDEX_FILE);
+                return Err(fsdp::Error::from(CheckpointError::Malformed { path, reason }).into());
+            }
+        }
         data.resume(&state.data)?;
         Ok((path, state))
     }
@@ -165,5 +177,37 @@ impl Saver {
     pub fn finish(mut self) -> crate::Result<()> {
         self.saver.wait()?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fsdp::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::data::{TextDataset, TextOptions};
+
+    #[test]
+    fn counts_that_cannot_be_true_are_refused() {
+        let options = TextOptions { seq: 4, batch: 2, vocab: 128, seed: 0 };
+        let data = TextDataset::from_bytes((b'a'..=b'z').collect(), options).unwrap();
+        let open = |steps: u64, samples: u64| {
+            let dir = tempfile::tempdir().unwrap();
+            let cursor = serde_json::to_value(data.cursor(samples)).unwrap();
+            let state: Value =
+                json!({"steps": steps, "data": cursor, "loss_scale": null, "adapter_scale": null});
+            let model = Param::new(3).fully_shard(&DeviceMesh::single()).unwrap();
+            Checkpoints::new(dir.path()).save(Contents::of(&model).value(RUN, &state)).unwrap();
+            let directory = dir.path().to_path_buf();
+            let options = CheckpointOptions { directory, every: 1, keep: 1, resume: true };
+            RunCheckpoints::open(&options, &data).map(|run| (run.first_step(), run.served()))
+        };
+        assert_eq!(open(3, 6).unwrap(), (3, 6));
+        for (steps, samples, what) in [(3, u64::MAX, "samples"), (u64::MAX, 6, "steps")] {
+            let error = open(steps, samples).unwrap_err().to_string();
+            let expected = format!("its value `run` has 18446744073709551615 {what}, more than ");
+            assert!(error.contains("index.json") && error.contains(&expected), "{error}");
+        }
     }
 }

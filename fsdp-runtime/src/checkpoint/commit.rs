@@ -31,7 +31,8 @@ pub(super) fn parse_name(found: &str) -> Option<(u64, u64)> {
     let numbers = found.strip_prefix("step-")?;
     let (step, repeat) = numbers.split_once('-').unwrap_or((numbers, "0"));
     let (step, repeat) = (step.parse().ok()?, repeat.parse().ok()?);
-    (name(step, repeat) == found).then_some((step, repeat))
+    // One more repeat can always be counted.
+    (repeat < u64::MAX && name(step, repeat) == found).then_some((step, repeat))
 }
 
 /// Whether a save or a removal that was cut short has left it.
@@ -46,7 +47,7 @@ fn is_left_over(entry: &fs::DirEntry) -> bool {
 pub(super) struct Commit<'a> {
     store: &'a Checkpoints,
     /// Held until the save is over.
-    lock: Option<File>,
+    lock: Option<Lock>,
     step: u64,
     unfinished: PathBuf,
     /// What could not be removed of what others have left.
@@ -110,7 +111,7 @@ impl Drop for Commit<'_> {
 /// A save whose checkpoint is in its place.
 pub(super) struct Complete<'a> {
     store: &'a Checkpoints,
-    _lock: Option<File>,
+    _lock: Option<Lock>,
     step: u64,
     name: String,
     /// The checkpoints that there were before.
@@ -154,8 +155,19 @@ impl Complete<'_> {
     }
 }
 
-/// Keeps out other programs, and other saves of this one, while the file lives. None on a file system without locks.
-fn lock(disk: &Disk, directory: &Path) -> Result<Option<File>, CheckpointError> {
+/// Keeps out other programs, and other saves of this one, while it lives.
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // To close the file is not enough: a child process that another thread is starting holds it too, until it runs
+        // its program.
+        let _ = self.0.unlock();
+    }
+}
+
+/// None on a file system without locks.
+fn lock(disk: &Disk, directory: &Path) -> Result<Option<Lock>, CheckpointError> {
     let path = directory.join(LOCK_FILE);
     let file =
         disk.run("open", &path, || File::options().write(true).create(true).truncate(false).open(&path))?;
@@ -165,7 +177,7 @@ fn lock(disk: &Disk, directory: &Path) -> Result<Option<File>, CheckpointError> 
         Err(TryLockError::Error(error)) => Err(error),
     });
     match locked {
-        Ok(true) => Ok(Some(file)),
+        Ok(true) => Ok(Some(Lock(file))),
         Ok(false) => Err(CheckpointError::Busy { path: directory.to_path_buf() }),
         Err(CheckpointError::File(error)) if error.source.kind() == io::ErrorKind::Unsupported => Ok(None),
         Err(error) => Err(error),
@@ -201,6 +213,18 @@ mod tests {
         {
             assert_eq!(parse_name(other), None, "{other}");
         }
+        assert_eq!(parse_name("step-00000001-18446744073709551615"), None);
         assert_eq!(parse_name(".unfinished-step-00000001"), None);
+    }
+
+    #[test]
+    fn a_lock_ends_with_its_save_though_a_child_process_has_the_file_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = lock(&Disk::default(), dir.path()).unwrap().unwrap();
+        let of_child = held.0.try_clone().unwrap();
+        assert!(matches!(lock(&Disk::default(), dir.path()), Err(CheckpointError::Busy { .. })));
+        drop(held);
+        assert!(lock(&Disk::default(), dir.path()).unwrap().is_some());
+        drop(of_child);
     }
 }

@@ -36,7 +36,7 @@ pub enum CheckpointError {
     #[error(
         "`{}` is corrupted: bytes {offset}..{} have the checksum {found:08x}, {expected:08x} was written (in tensor \
          `{tensor}`)",
-        .path.display(), .offset + .len
+        .path.display(), .offset.saturating_add(*.len)
     )]
     Corrupted {
         /// The file.

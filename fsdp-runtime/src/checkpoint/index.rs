@@ -17,6 +17,9 @@ pub const INDEX_FILE: &str = "index.json";
 /// Most steps that are believed: one can always be added.
 pub(super) const MAX_STEPS: u64 = i64::MAX as u64;
 
+/// Most bytes of the name of a section or tensor: what is made of many names stays in proportion to the index.
+const MAX_NAME: usize = 1024;
+
 /// Bytes under one checksum.
 pub(super) const BLOCK: usize = 1 << 20;
 
@@ -163,15 +166,17 @@ impl Index {
     pub(super) fn decode(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
         let malformed = |reason: String| CheckpointError::Malformed { path: path.to_path_buf(), reason };
         let text = std::str::from_utf8(bytes).map_err(|error| malformed(error.to_string()))?;
+        let not_read = |error: serde_json::Error| malformed(escaped(&error.to_string()));
 
         #[derive(Deserialize)]
         struct Head {
             format: String,
             version: u64,
         }
-        let head: Head = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        let head: Head = serde_json::from_str(text).map_err(not_read)?;
         if head.format != FORMAT {
-            return Err(malformed(format!("its format is `{}`, expected `{FORMAT}`", head.format)));
+            let found = escaped(&head.format);
+            return Err(malformed(format!("its format is `{found}`, expected `{FORMAT}`")));
         }
         if head.version > FORMAT_VERSION {
             let (found, supported) = (head.version, FORMAT_VERSION);
@@ -186,7 +191,7 @@ impl Index {
                 "its checksum is {found:08x}, which is not the one written in it"
             )));
         }
-        let index: Index = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        let index: Index = serde_json::from_str(text).map_err(not_read)?;
         index.check().map_err(malformed)?;
         Ok(index)
     }
@@ -199,7 +204,8 @@ impl Index {
         }
         let mut names = std::collections::HashSet::new();
         for StoredFile { name, .. } in &self.files {
-            let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0']);
+            let leads = |c: char| matches!(c, '/' | '\\' | ':') || c.is_control();
+            let plain = !name.is_empty() && !name.starts_with('.') && !name.contains(leads);
             if !plain {
                 return Err(format!("file {name:?} is not a plain name in the directory of the checkpoint"));
             }
@@ -210,7 +216,9 @@ impl Index {
         // Of each file, the places that parts take.
         let mut places: Vec<Vec<Place<'_>>> = vec![Vec::new(); self.files.len()];
         for (section, tensors) in &self.tensors {
+            check_name("section", section)?;
             for (name, tensor) in tensors {
+                check_name("tensor", name)?;
                 let wrong = |what: String| format!("tensor `{section}:{name}` {what}");
                 let numel = tensor.shape.iter().try_fold(1usize, |numel, &dim| numel.checked_mul(dim));
                 let bytes = numel.and_then(|numel| numel.checked_mul(tensor.dtype.size()));
@@ -273,4 +281,22 @@ impl Index {
         }
         Ok(())
     }
+}
+
+fn check_name(what: &str, name: &str) -> Result<(), String> {
+    if name.len() > MAX_NAME {
+        let start: String = name.chars().take(32).collect();
+        let len = name.len();
+        return Err(format!("the name of {what} {start:?}.. has {len} bytes, more than {MAX_NAME}"));
+    }
+    if name.contains(char::is_control) {
+        return Err(format!("the name of {what} {name:?} has control characters"));
+    }
+    Ok(())
+}
+
+/// Words of a file in a message: nothing in them moves a terminal's cursor.
+pub(super) fn escaped(text: &str) -> String {
+    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(escape).collect()
 }

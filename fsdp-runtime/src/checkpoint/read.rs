@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
+use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor, escaped};
 use super::open_files::{OpenFiles, open_regular, regular_length};
 use crate::files::FileError;
 
@@ -82,7 +82,8 @@ impl Checkpoint {
             self.absent(format!("value `{name}`"), names)
         })?;
         serde_json::from_value(value.clone()).map_err(|error| {
-            let reason = format!("its value `{name}` is not what is expected: {error}");
+            let reason =
+                format!("its value `{name}` is not what is expected: {}", escaped(&error.to_string()));
             CheckpointError::Malformed { path: self.directory.join(INDEX_FILE), reason }
         })
     }
@@ -110,7 +111,7 @@ impl Checkpoint {
     }
 
     fn absent(&self, what: String, present: Vec<&str>) -> CheckpointError {
-        let present = if present.is_empty() { "none".to_owned() } else { present.join(", ") };
+        let present = if present.is_empty() { "none".to_owned() } else { escaped(&present.join(", ")) };
         CheckpointError::Absent { path: self.directory.clone(), what, present }
     }
 
@@ -251,9 +252,13 @@ fn read_index(directory: &Path) -> Result<(Index, u32), CheckpointError> {
         }
         opened => opened.map_err(FileError::on("open", &path))?,
     };
+    let length = file.metadata().map_err(FileError::on("read", &path))?.len();
     let mut bytes = Vec::new();
-    file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
-    if bytes.len() as u64 > MAX_INDEX {
+    if length <= MAX_INDEX {
+        // It may grow.
+        file.take(MAX_INDEX + 1).read_to_end(&mut bytes).map_err(FileError::on("read", &path))?;
+    }
+    if length.max(bytes.len() as u64) > MAX_INDEX {
         let reason = format!("it is larger than {MAX_INDEX} bytes");
         return Err(CheckpointError::Malformed { path, reason });
     }

@@ -32,6 +32,7 @@ pub struct Restore<'a> {
     averages: Vec<(String, &'a mut Ema)>,
     strict: bool,
     frozen: bool,
+    verified: bool,
     borrowed: PhantomData<&'a mut ()>,
 }
 
@@ -63,6 +64,7 @@ impl<'a> Restore<'a> {
             averages: Vec::new(),
             strict: true,
             frozen: true,
+            verified: false,
             borrowed: PhantomData,
         }
     }
@@ -94,6 +96,13 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Checks every byte of the checkpoint before anything is changed, each file on one of the ranks: what is damaged is
+    /// then refused as what does not fit is, for the time of reading all of it once more.
+    pub fn verified(mut self) -> Self {
+        self.verified = true;
+        self
+    }
+
     /// Restores from the checkpoint in `directory`. Gradients of a step that has begun are forgotten.
     ///
     /// Every rank must call it.
@@ -101,7 +110,7 @@ impl<'a> Restore<'a> {
     /// # Errors
     /// The same on all ranks: if the checkpoint cannot be opened on one of them, or it does not fit, and then nothing
     /// has changed; if its data turn out to be damaged, and then the state is partly the old one: restore another
-    /// before training goes on.
+    /// before training goes on, or ask for [`Restore::verified`].
     pub fn from(self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;
@@ -135,6 +144,12 @@ impl<'a> Restore<'a> {
             return Err(CheckpointError::Mismatch { path, sections: skipped }.into());
         }
         let values = self.check_values(&checkpoint)?;
+
+        if self.verified {
+            let (index, ranks) = (checkpoint.index(), group.comm.size());
+            let wrong = index.verify_files(checkpoint.path(), |file| file % ranks == rank, |_| ());
+            group.all_done("the checked state", wrong.into_iter().next().map_or(Ok(()), Err))?;
+        }
 
         engine.reset_step()?;
         group.all_done("the restored state", self.read(&checkpoint, &skipped))?;

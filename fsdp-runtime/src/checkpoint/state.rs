@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::index::MAX_STEPS;
+use super::index::{MAX_STEPS, escaped};
 use crate::engine::{Engine, HeldState, OwnerOptimizer, ShardedOptimizer, StepCounts};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, OwnerRule};
@@ -77,8 +77,9 @@ impl OptimizerValue {
     }
 
     fn read(value: &Value, rule: &str, owner_rule: Option<&str>) -> Result<Self, String> {
-        let read: OptimizerValue = serde_json::from_value(value.clone())
-            .map_err(|error| format!("its value `optimizer` is not an optimizer's: {error}"))?;
+        let read: OptimizerValue = serde_json::from_value(value.clone()).map_err(|error| {
+            format!("its value `optimizer` is not an optimizer's: {}", escaped(&error.to_string()))
+        })?;
         let describe = |rule: &str, owner: Option<&str>| match owner {
             Some(owner) => format!("{owner} with {rule}"),
             None => rule.to_owned(),
@@ -86,7 +87,13 @@ impl OptimizerValue {
         let (found, expected) =
             (describe(&read.rule, read.owner_rule.as_deref()), describe(rule, owner_rule));
         if found != expected {
-            return Err(format!("its optimizer is {found}, expected {expected}"));
+            return Err(format!("its optimizer is {}, expected {expected}", escaped(&found)));
+        }
+        let rates = [Some(read.learning_rate), read.owner_learning_rate];
+        if let Some(rate) = rates.into_iter().flatten().find(|rate| !rate.is_finite() || *rate < 0.0) {
+            return Err(format!(
+                "its optimizer has a learning rate of {rate}, expected a finite one of at least 0"
+            ));
         }
         let steps = read.param_steps.values().chain([&read.steps]).max();
         if let Some(steps) = steps.filter(|steps| **steps > MAX_STEPS) {

@@ -25,7 +25,17 @@ impl Index {
     /// blocks that are not what was written. Local.
     ///
     /// It finds what is wrong with a checkpoint that [`Checkpoint::open`] refuses.
-    pub fn verify(&self, directory: &Path, mut progress: impl FnMut(u64)) -> Vec<CheckpointError> {
+    pub fn verify(&self, directory: &Path, progress: impl FnMut(u64)) -> Vec<CheckpointError> {
+        self.verify_files(directory, |_| true, progress)
+    }
+
+    /// The same for the files whose index is `chosen`.
+    pub(super) fn verify_files(
+        &self,
+        directory: &Path,
+        chosen: impl Fn(usize) -> bool,
+        mut progress: impl FnMut(u64),
+    ) -> Vec<CheckpointError> {
         let mut places: Vec<Vec<Place<'_>>> = self.files.iter().map(|_| Vec::new()).collect();
         for (section, tensors) in &self.tensors {
             for (name, tensor) in tensors {
@@ -38,7 +48,8 @@ impl Index {
             }
         }
         let mut wrong = Vec::new();
-        for (file, mut places) in self.files.iter().zip(places) {
+        let files = self.files.iter().zip(places).enumerate().filter(|(index, _)| chosen(*index));
+        for (_, (file, mut places)) in files {
             places.sort_by_key(|place| place.part.offset);
             let path = directory.join(&file.name);
             match Verified::open(&path, file) {
@@ -95,11 +106,11 @@ impl<'a> Verified<'a> {
         let header = places.first().map_or(stored.bytes, |place| place.part.offset);
         let header = (0, header, stored.header_crc32, "header".to_owned());
         let blocks = places.iter().flat_map(|Place { section, name, size, part }| {
-            let bytes = (part.len * size) as u64;
+            let bytes = (part.len as u64).saturating_mul(*size as u64);
             part.crc32.iter().enumerate().map(move |(index, &expected)| {
                 let start = (index * BLOCK) as u64;
                 let len = bytes.saturating_sub(start).min(BLOCK as u64);
-                (part.offset + start, len, expected, format!("{section}:{name}"))
+                (part.offset.saturating_add(start), len, expected, format!("{section}:{name}"))
             })
         });
         for (offset, len, expected, tensor) in std::iter::once(header).chain(blocks) {

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
-use super::Elementwise;
+use super::{Elementwise, Slice};
 use crate::comm::CommError;
 
 /// A point in a stream's order.
@@ -79,6 +79,11 @@ pub trait Stream: Send + Sync {
     /// # Errors
     /// On such a stream, the failure carried by the event.
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError>;
+
+    /// What is still to be done with `slices`, on any stream, comes before the present end of this one: when they are
+    /// dropped, their memory may be given back in its order. Without that it is given back in the order of the compute
+    /// stream, which then waits for all other streams that use it.
+    fn retire(&self, _slices: &[Slice]) {}
 
     /// Itself, for communicators of the same kind of device.
     fn as_any(&self) -> &dyn Any;

@@ -14,6 +14,9 @@ use super::{AtomicFile, FileError, StoredDtype, TensorFileError};
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
 
+/// What the header has under this name is no tensor.
+const METADATA: &str = "__metadata__";
+
 /// A safetensors file being written: all tensors are declared first, then filled in any order.
 ///
 /// It appears under its name when [`finish`](Self::finish) is called and is complete then.
@@ -37,7 +40,7 @@ impl TensorFileWriter {
     /// Opens the file and writes the header for tensors of one dtype, in the order given.
     ///
     /// # Errors
-    /// The place is not writable, or a name comes twice.
+    /// The place is not writable, or a name comes twice, or is `__metadata__`, which is reserved.
     pub fn create<'a>(
         path: &Path,
         tensors: impl IntoIterator<Item = (&'a str, &'a [usize])>,
@@ -62,6 +65,10 @@ impl TensorFileWriter {
         let mut slots = BTreeMap::new();
         let mut end = 0;
         for (name, shape, dtype) in tensors {
+            if name == METADATA {
+                let reason = format!("no tensor in it can have the name `{METADATA}`");
+                return Err(TensorFileError::Malformed { path: path.to_path_buf(), reason });
+            }
             let elements: usize = shape.iter().product();
             let start = end;
             end += elements * dtype.size();
@@ -303,6 +310,8 @@ mod tests {
         assert!(matches!(error, TensorFileError::OutOfRange { start: 1, len: 2, elements: 2, .. }));
         let error = writer.write_range_f32("b", 0, &[]).unwrap_err();
         assert!(matches!(error, TensorFileError::NoTensor { .. }));
+        let error = save_f32(&path, &[("__metadata__", &[1], &[0.0])]).unwrap_err().to_string();
+        assert!(error.ends_with("no tensor in it can have the name `__metadata__`"), "{error}");
         let error = save_f32(&dir.path().join("no").join("w"), &[]).unwrap_err();
         assert!(matches!(error, TensorFileError::File(_)));
     }

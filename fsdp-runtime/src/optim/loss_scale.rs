@@ -108,12 +108,12 @@ impl LossScaler {
     pub fn update(&mut self, all_finite: bool) {
         let state = &mut self.state;
         if !all_finite {
-            state.skipped += 1;
+            state.skipped = state.skipped.saturating_add(1);
             state.good_steps = 0;
             state.scale = (state.scale * self.backoff).max(self.min);
             return;
         }
-        state.good_steps += 1;
+        state.good_steps = state.good_steps.saturating_add(1);
         if state.good_steps >= self.interval {
             state.good_steps = 0;
             let grown = state.scale * self.growth;

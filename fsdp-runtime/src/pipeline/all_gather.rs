@@ -387,13 +387,14 @@ impl AllGatherPipeline {
         let weights = &mut self.units[unit];
         let Reshard::Within(neighbours) = &weights.reshard else { return Ok(()) };
         let kept = std::mem::take(&mut weights.kept);
-        let parts = kept.into_iter().zip(&weights.full);
+        let parts = kept.iter().cloned().zip(&weights.full);
         let parts: Vec<Gather> = parts.map(|(send, recv)| Gather { send, recv: recv.clone() }).collect();
         let (gather, path) = (&self.streams.gather, &weights.path);
         gather.wait(&self.streams.compute.record())?;
         self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
             neighbours.all_gather(&**gather, moment.tag(path), parts)
         })?;
+        gather.retire(&kept);
         weights.status = Status::InFlight(gather.record());
         Ok(())
     }

@@ -239,8 +239,9 @@ impl GradReducePipeline {
                     accumulate: if add { Accumulate::Add } else { Accumulate::Overwrite },
                 });
             }
+            let buckets = parts.iter().map(|part| part.send.clone()).collect();
             self.launch_reduce_scatter(unit, parts, moment)?;
-            let event = self.give_back(slot);
+            let event = self.give_back(slot, buckets);
             self.reduced = (!passing.is_empty()).then_some(ReducedUnit { grads: passing, event });
         } else if sync == Sync::Step {
             self.reduce_whole(groups, unit, moment)?;
@@ -346,8 +347,12 @@ impl GradReducePipeline {
         self.held_back
     }
 
-    fn give_back(&mut self, slot: Option<SlotId>) -> Arc<dyn Event> {
+    /// Buckets that were reduced last are free again.
+    fn give_back(&mut self, slot: Option<SlotId>, buckets: Vec<Slice>) -> Arc<dyn Event> {
         let event = self.streams.reduce.record();
+        if slot.is_none() || !self.options.double_buffer {
+            self.streams.reduce.retire(&buckets);
+        }
         if let Some(slot) = slot {
             self.pool.release(slot, event.clone());
         }
@@ -470,7 +475,7 @@ impl GradReducePipeline {
                 self.comm.all_gather(&**reduce, moment.tag(path), parts.collect())
             })?;
         }
-        self.give_back(slot);
+        self.give_back(slot, wire);
         Ok(())
     }
 }

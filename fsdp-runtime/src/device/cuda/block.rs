@@ -35,6 +35,8 @@ pub(super) struct CudaBlock {
     kind: Kind,
     device: CudaDevice,
     uses: Mutex<Vec<Use>>,
+    /// In whose order it is freed, if not the compute stream's.
+    retired_on: Mutex<Option<Arc<cuda::CudaStream>>>,
 }
 
 struct Use {
@@ -77,7 +79,14 @@ const EMPTY: NonNull<u8> = NonNull::without_provenance(NonZero::new(ALIGN).unwra
 
 impl CudaBlock {
     fn boxed(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
-        Box::new(CudaBlock { ptr, bytes, kind, device: device.clone(), uses: Mutex::default() })
+        Box::new(CudaBlock {
+            ptr,
+            bytes,
+            kind,
+            device: device.clone(),
+            uses: Mutex::default(),
+            retired_on: Mutex::default(),
+        })
     }
 
     /// Gives the memory back once every use that was noted is over.
@@ -87,13 +96,15 @@ impl CudaBlock {
         let uses = std::mem::take(self.uses.get_mut());
         match self.kind {
             Kind::Device => {
-                for used in uses {
-                    device.compute.wait(&used.event)?;
+                let retired_on = self.retired_on.get_mut().take();
+                let stream = retired_on.as_ref().unwrap_or(&device.compute);
+                for used in uses.iter().filter(|used| !Arc::ptr_eq(&used.stream, stream)) {
+                    stream.wait(&used.event)?;
                 }
                 let ptr = self.ptr.addr().get() as u64;
-                // SAFETY: it was allocated by `allocate`, in the order of this stream, and is freed once; other streams'
-                // uses come before by the waits above.
-                unsafe { cuda::result::free_async(ptr, device.compute.cu_stream()) }
+                // SAFETY: it was allocated by `allocate` and is freed once. Uses of other streams come before by the
+                // waits above; those of the compute stream by its own order, or by the word of who has retired it.
+                unsafe { cuda::result::free_async(ptr, stream.cu_stream()) }
             }
             Kind::Pinned => {
                 for used in uses {
@@ -212,6 +223,13 @@ pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Res
         }
     }
     Ok(())
+}
+
+/// Has `slices` freed in the order of `stream`.
+pub(super) fn retire(stream: &Arc<cuda::CudaStream>, slices: &[Slice]) {
+    for block in slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>()) {
+        *block.retired_on.lock() = Some(stream.clone());
+    }
 }
 
 /// Where a slice's memory is, for the streams of `device`.

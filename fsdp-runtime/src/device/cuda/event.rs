@@ -29,8 +29,8 @@ impl CudaEvent {
 
 impl Event for CudaEvent {
     fn synchronize(&self) -> Result<(), CommError> {
-        /// Polls without a pause: what a kernel takes.
-        const SPINS: u32 = 1000;
+        /// Polls without a pause: some milliseconds.
+        const SPINS: u32 = 20_000;
         const PAUSE: Duration = Duration::from_micros(50);
         let mut polls = 0;
         loop {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cudarc::driver as cuda;
 
-use super::block::note_use;
+use super::block::{note_use, retire};
 use super::device::CudaDevice;
 use super::error::on_stream;
 use super::event::{CudaEvent, CudaMark, Failed};
@@ -159,6 +159,10 @@ impl Stream for CudaStream {
             // Of the host, or a failure: the device cannot wait for it.
             None => event.synchronize().inspect_err(|error| self.device.fail(error.clone())),
         }
+    }
+
+    fn retire(&self, slices: &[Slice]) {
+        retire(&self.stream, slices);
     }
 
     fn as_any(&self) -> &dyn Any {
