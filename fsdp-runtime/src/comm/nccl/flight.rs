@@ -8,10 +8,13 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::handle::{Handle, Health};
+use super::library::Failure;
+use super::memory::{Registered, Registration};
 use crate::comm::CommError;
+use crate::comm::arguments::same_place;
 use crate::comm::ledger::{Ledger, Stage, Trouble};
-use crate::device::Event;
 use crate::device::cuda::{CudaDevice, CudaEvent};
+use crate::device::{Event, Slice};
 
 /// A communicator of NCCL, and what is under way on it.
 pub(super) struct Comm {
@@ -19,6 +22,7 @@ pub(super) struct Comm {
     pub(super) ledger: Arc<dyn Ledger>,
     device: CudaDevice,
     flights: Mutex<VecDeque<Flight>>,
+    registered: Mutex<Vec<Registered>>,
     /// Nobody will enqueue any more.
     released: AtomicBool,
 }
@@ -35,7 +39,14 @@ struct Flight {
 
 impl Comm {
     pub(super) fn new(handle: Handle, ledger: Arc<dyn Ledger>, device: CudaDevice) -> Arc<Comm> {
-        Arc::new(Comm { handle, ledger, device, flights: Mutex::default(), released: AtomicBool::new(false) })
+        Arc::new(Comm {
+            handle,
+            ledger,
+            device,
+            flights: Mutex::default(),
+            registered: Mutex::default(),
+            released: AtomicBool::new(false),
+        })
     }
 
     pub(super) fn release(&self) {
@@ -130,10 +141,39 @@ impl Comm {
         Ok(())
     }
 
+    /// Registers a slice, unless it has been.
+    pub(super) fn register(&self, slice: &Slice, how: Registration) -> Result<(), CommError> {
+        let mut registered = self.registered.lock();
+        if registered.iter().any(|known| same_place(known.slice(), slice)) {
+            return Ok(());
+        }
+        // SAFETY: the communicator is alive under its lock, and its calls are waited for. The slice is memory of NCCL's, by
+        // the caller's check.
+        match self.handle.with(|comm| unsafe { Registered::new(comm, slice, how) }) {
+            Some(Ok(new)) => registered.push(new),
+            Some(Err(failure)) => return Err(self.ledger.give_up(None, failure.trouble())),
+            None => {}
+        }
+        drop(registered);
+        self.settle(None)
+    }
+
+    /// Gives up what is registered; false if that is under way.
+    pub(super) fn deregister(&self) -> Result<bool, Failure> {
+        let Some(last) = self.registered.lock().pop() else { return Ok(true) };
+        // SAFETY: the communicator is alive under its lock, and all that was enqueued on it is done.
+        let ended = self.handle.with(|comm| unsafe { last.end(comm) });
+        ended.unwrap_or(Ok(())).map(|()| false)
+    }
+
     /// Ends it at once; false if that must be tried again.
     pub(super) fn abort(&self) -> bool {
         self.flights.lock().clear();
-        self.handle.abort()
+        let ended = self.handle.abort();
+        if ended {
+            self.registered.lock().clear();
+        }
+        ended
     }
 }
 

@@ -1,6 +1,7 @@
 //! NCCL's library: whether it is there, its configuration, its words.
 
 use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
 
 use cudarc::nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t};
 
@@ -23,10 +24,19 @@ pub(super) fn require() -> Result<(), CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(MISSING);
     }
+    if version() >= OLDEST { Ok(()) } else { Err(MISSING) }
+}
+
+/// Whether the library, which is there, has windows.
+pub(super) fn has_windows() -> bool {
+    version() >= 22_700
+}
+
+fn version() -> c_int {
     let mut version = 0;
     // SAFETY: the call writes an integer.
     let code = unsafe { sys::ncclGetVersion(&mut version) };
-    if code == ncclResult_t::ncclSuccess && version >= OLDEST { Ok(()) } else { Err(MISSING) }
+    if code == ncclResult_t::ncclSuccess { version } else { 0 }
 }
 
 /// `NCCL_CONFIG_INITIALIZER` of calls that do not block.
@@ -84,6 +94,12 @@ impl Failure {
     /// Whether another rank may be what failed.
     pub(super) fn is_remote(&self) -> bool {
         self.code == ncclResult_t::ncclRemoteError
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
     }
 }
 

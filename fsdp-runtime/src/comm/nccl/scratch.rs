@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use cudarc::driver as cuda;
+
 use crate::comm::CommError;
 use crate::device::cuda::CudaStream;
 use crate::device::{ALIGN, Event, Slice, Stream};
@@ -13,8 +15,8 @@ use crate::spec::Dtype;
 pub(super) struct Scratch {
     /// One a dtype.
     buffers: Vec<Slice>,
-    /// Where its last use ends.
-    used: Option<Arc<dyn Event>>,
+    /// The stream of its last use, and where that ends.
+    used: Option<(Arc<cuda::CudaStream>, Arc<dyn Event>)>,
 }
 
 impl Scratch {
@@ -24,7 +26,8 @@ impl Scratch {
         stream: &CudaStream,
         sizes: &[(Dtype, usize)],
     ) -> Result<Vec<Slice>, CommError> {
-        if let Some(used) = self.used.as_ref().filter(|_| !sizes.is_empty()) {
+        let elsewhere = |(of, _): &&(Arc<cuda::CudaStream>, _)| !Arc::ptr_eq(of, stream.cuda_stream());
+        if let Some((_, used)) = self.used.as_ref().filter(elsewhere).filter(|_| !sizes.is_empty()) {
             stream.wait(used)?;
         }
         let mut places = Vec::with_capacity(sizes.len());
@@ -51,15 +54,18 @@ impl Scratch {
         if self.buffers.iter().any(|buffer| buffer.dtype() == dtype && buffer.len() >= len) {
             return Ok(());
         }
-        // The smaller one first: its memory may be what there is.
-        self.buffers.retain(|buffer| buffer.dtype() != dtype);
+        // The smaller one goes first: its memory may be what there is.
+        let small = self.buffers.iter().position(|buffer| buffer.dtype() == dtype);
+        if let Some(small) = small {
+            stream.retire(&[self.buffers.swap_remove(small)]);
+        }
         let device = stream.device();
         self.buffers.push(Slice::zeros_in(&device.memory(), dtype, len, None)?);
         stream.wait(&device.compute(stream.name()).record())
     }
 
-    /// The work is over at `end`.
-    pub(super) fn used_until(&mut self, end: &Arc<dyn Event>) {
-        self.used = Some(end.clone());
+    /// The work on `stream` is over at `end`.
+    pub(super) fn used_until(&mut self, stream: &CudaStream, end: &Arc<dyn Event>) {
+        self.used = Some((stream.cuda_stream().clone(), end.clone()));
     }
 }

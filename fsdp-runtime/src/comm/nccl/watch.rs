@@ -89,7 +89,7 @@ impl Family {
     }
 
     fn watch(&self) {
-        if let Err(error) = self.device.bind() {
+        if let Err(error) = self.device.bind().and_then(|()| self.device.tolerate_captures()) {
             self.device.fail(error);
         }
         let mut watched = Vec::new();
@@ -172,12 +172,16 @@ impl Watched {
             _ if since.elapsed() > self.comm.ledger.timeout() => true,
             Health::Busy => return Ok(false),
             _ if self.finalized => handle.destroy().is_err(),
-            _ => {
-                self.finalized = true;
-                handle.finalize().is_err()
-            }
+            _ => match self.comm.deregister() {
+                Ok(true) => {
+                    self.finalized = true;
+                    handle.finalize().is_err()
+                }
+                Ok(false) => false,
+                Err(_) => true,
+            },
         };
-        Ok((failed && handle.abort()) || matches!(handle.health(), Health::Gone))
+        Ok((failed && self.comm.abort()) || matches!(handle.health(), Health::Gone))
     }
 
     /// Follows the collectives: young ones only if they are waited for.
