@@ -60,6 +60,20 @@ impl Group {
         outcome("ncclAllReduce", self.comm, code)
     }
 
+    pub(super) fn send(&self, data: &Slice, peer: usize) -> Result<(), Failure> {
+        let (data, count, dtype) = of(data);
+        // SAFETY: what `start` asks for.
+        let code = unsafe { sys::ncclSend(data, count, dtype, peer as i32, self.comm, self.stream) };
+        outcome("ncclSend", self.comm, code)
+    }
+
+    pub(super) fn receive(&self, data: &Slice, peer: usize) -> Result<(), Failure> {
+        let (data, count, dtype) = of(data);
+        // SAFETY: what `start` asks for.
+        let code = unsafe { sys::ncclRecv(data, count, dtype, peer as i32, self.comm, self.stream) };
+        outcome("ncclRecv", self.comm, code)
+    }
+
     pub(super) fn broadcast(&self, data: &Slice, root: usize) -> Result<(), Failure> {
         let (data, count, dtype) = of(data);
         // SAFETY: what `start` asks for.

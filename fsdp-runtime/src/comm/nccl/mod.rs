@@ -21,6 +21,7 @@ mod handle;
 mod launch;
 mod library;
 mod memory;
+mod rank_order;
 mod scratch;
 mod watch;
 
@@ -29,6 +30,7 @@ use std::sync::Arc;
 pub use self::memory::{NcclMemory, Registration};
 
 use cudarc::nccl::sys::ncclUniqueId;
+use fsdp_kernels::MAX_RANKS;
 use parking_lot::Mutex;
 
 use self::flight::Comm;
@@ -63,6 +65,25 @@ pub fn available() -> Result<(), CudaError> {
     library::require()
 }
 
+/// How reductions are summed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sums {
+    /// By NCCL, in its order: see [the module](self#sums).
+    #[default]
+    Nccl,
+    /// In rank order in f32, rounded once: to the bit what ranks that are threads compute, whatever the links. As many
+    /// bytes are sent, each rank's share of what a rank brings to that rank itself; scratch memory is as large as what a
+    /// rank brings to the largest launch. For 64 ranks at most.
+    InRankOrder,
+}
+
+/// How ranks are joined; the same on all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NcclOptions {
+    /// How reductions are summed, on this communicator and on those that are made of it.
+    pub sums: Sums,
+}
+
 /// A rank's communicator by NCCL, for the streams of its device.
 ///
 /// NCCL's own communicator of a duplicate or a group is made in the first collective of a stream that is called on it,
@@ -71,6 +92,7 @@ pub struct NcclComm {
     control: Arc<dyn Communicator>,
     ledger: Arc<dyn Ledger>,
     lease: Arc<Lease>,
+    sums: Sums,
     /// Locked during a call: its place in the order of calls is its place on the device.
     turn: Mutex<Turn>,
 }
@@ -88,11 +110,15 @@ impl NcclComm {
     /// # Errors
     /// [`NcclError::Library`] if NCCL is not installed; [`CommError::Invalid`] if `control` is not one that ranks can be
     /// joined on ([`Communicator::control`]); those of [`Communicator::host_gather`] and of NCCL.
-    pub fn new(control: Arc<dyn Communicator>, device: &CudaDevice) -> Result<Arc<NcclComm>, NcclError> {
+    pub fn new(
+        control: Arc<dyn Communicator>,
+        device: &CudaDevice,
+        options: NcclOptions,
+    ) -> Result<Arc<NcclComm>, NcclError> {
         available()?;
         let ledger = ledger_of(&*control)?;
         let lease = Lease::new(device.clone(), ledger.clone())?;
-        let this = Arc::new(NcclComm { control, ledger, lease, turn: Mutex::default() });
+        let this = Arc::new(NcclComm { control, ledger, lease, sums: options.sums, turn: Mutex::default() });
         this.joined(&mut this.turn.lock(), None)?;
         Ok(this)
     }
@@ -128,11 +154,21 @@ impl NcclComm {
 
     fn made_of(&self, control: Arc<dyn Communicator>) -> Result<Arc<NcclComm>, CommError> {
         let ledger = ledger_of(&*control)?;
-        Ok(Arc::new(NcclComm { control, ledger, lease: self.lease.clone(), turn: Mutex::default() }))
+        let (lease, sums) = (self.lease.clone(), self.sums);
+        Ok(Arc::new(NcclComm { control, ledger, lease, sums, turn: Mutex::default() }))
     }
 
     fn caller(&self) -> Caller {
         self.ledger.caller()
+    }
+
+    fn check_sums(&self, call: &Call) -> Result<(), CommError> {
+        if self.sums == Sums::Nccl || self.size() <= MAX_RANKS {
+            return Ok(());
+        }
+        let message =
+            format!("{MAX_RANKS} ranks at most are summed in their order, the group has {}", self.size());
+        Err(self.caller().invalid(call, message))
     }
 
     /// NCCL's communicator, made now if it is needed for the first time.
@@ -273,9 +309,14 @@ impl Communicator for NcclComm {
     fn reduce_scatter(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError> {
         let call = Call::reduce_scatter(tag, &parts);
         let from_peers = self.caller().reduce_scatter(&call, &parts)?;
+        self.check_sums(&call)?;
         let slices: Vec<&Slice> = parts.iter().flat_map(|part| [&part.send, &part.recv]).collect();
         self.enqueue(stream, call, from_peers, &slices, |launch, scratch| {
-            launch.reduce_scatter(full(&parts, |part| &part.recv), self.size(), scratch)
+            let parts = full(&parts, |part| &part.recv);
+            match self.sums {
+                Sums::Nccl => launch.reduce_scatter(parts, self.size(), scratch),
+                Sums::InRankOrder => launch.reduce_scatter_in_order(parts, self.caller(), scratch),
+            }
         })
     }
 
@@ -283,8 +324,13 @@ impl Communicator for NcclComm {
         let call = Call::all_reduce(tag, &parts);
         let from_peers = self.caller().all_reduce(&parts);
         let slices: Vec<&Slice> = parts.iter().map(|(data, _)| data).collect();
-        self.enqueue(stream, call, from_peers, &slices, |launch, _| {
-            launch.all_reduce(full(&parts, |(data, _)| data), self.size())
+        self.check_sums(&call)?;
+        self.enqueue(stream, call, from_peers, &slices, |launch, scratch| {
+            let parts = full(&parts, |(data, _)| data);
+            match self.sums {
+                Sums::Nccl => launch.all_reduce(parts, self.size()),
+                Sums::InRankOrder => launch.all_reduce_in_order(parts, self.caller(), scratch),
+            }
         })
     }
 

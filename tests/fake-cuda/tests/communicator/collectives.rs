@@ -1,12 +1,13 @@
 //! Each collective gives what plain sums and copies give, however late the device is.
 
 use fake_cuda::{Schedule, Session};
+use fsdp_runtime::comm::nccl::Sums;
 use fsdp_runtime::comm::{Accumulate, Communicator, Gather, Reduce};
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::spec::Dtype;
 use half::{bf16, f16};
 
-use super::world::{Outcome, Rank, run, tag, values};
+use super::world::{Outcome, Rank, run, run_on_one_device, tag, values};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
 const RANKS: [usize; 5] = [1, 2, 3, 4, 8];
@@ -282,5 +283,48 @@ fn launches_and_bytes_from_peers_are_counted() {
         assert_eq!(of("reduce-scatter"), Some((1, 3 * 16)));
         assert_eq!(of("all-reduce"), Some((1, 6 * 16)));
         assert_eq!(of("broadcast"), Some((1, if rank == 1 { 0 } else { 64 })));
+    }
+}
+
+/// Values whose sum depends on its order.
+fn rough(rank: usize, len: usize) -> Vec<f32> {
+    (0..len)
+        .map(|i| ((rank * 7919 + i * 104_729) % 1000) as f32 * 0.037 - 11.0 + rank as f32 * 300.0)
+        .collect()
+}
+
+/// The same calls by ranks that share a device, which are summed in rank order.
+#[test]
+fn sums_in_rank_order_have_the_bits_of_ranks_that_are_threads() {
+    const LEN: usize = 9;
+    let reduce = |rank: &Rank, comm: &dyn Communicator| {
+        let mut parts = Vec::new();
+        for Way { dtype, recv, accumulate, scale, in_place } in ways(rank.size()) {
+            let send = rank.upload(dtype, &rough(rank.rank(), LEN * rank.size()))?;
+            let recv = match in_place {
+                true => share(&send, rank.rank(), LEN),
+                false => rank.upload(recv, &[100.0; LEN])?,
+            };
+            parts.push(Reduce { send, recv, scale, accumulate });
+        }
+        let mut data = Vec::new();
+        for (dtype, len) in DTYPES.into_iter().zip([13, 3, 0]) {
+            data.push((rank.upload(dtype, &rough(rank.rank(), len))?, 0.3));
+        }
+        rank.hand_over()?;
+        comm.reduce_scatter(&*rank.side, tag("layers.0"), parts.clone())?;
+        comm.all_reduce(&*rank.side, tag("norm"), data.clone())?;
+        let slices = parts.into_iter().map(|part| part.recv).chain(data.into_iter().map(|(data, _)| data));
+        download(rank, &slices.collect::<Vec<_>>())
+    };
+    for schedule in Schedule::all(2) {
+        for ranks in RANKS {
+            let session = Session::new(schedule);
+            let by_nccl = run(ranks, |rank| reduce(rank, &*rank.join_with(Sums::InRankOrder)?));
+            drop(session);
+            let _session = Session::new(schedule);
+            let by_threads = run_on_one_device(ranks, |rank| reduce(rank, &**rank.world.communicator()));
+            assert_eq!(by_nccl, by_threads);
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fake_cuda::register_fsdp_kernels;
-use fsdp_runtime::comm::nccl::NcclComm;
+use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
 use fsdp_runtime::comm::tcp::Place;
 use fsdp_runtime::comm::{Phase, Tag};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, CudaStream, KernelImage, Priority};
@@ -27,9 +27,9 @@ pub struct Rank {
 }
 
 impl Rank {
-    pub fn new(world: World, image: &str) -> Outcome<Rank> {
+    pub fn new(world: World, ordinal: usize, image: &str) -> Outcome<Rank> {
         let options = CudaOptions { kernels: KernelImage::Ptx(image.to_owned()) };
-        let device = CudaDevice::open(world.rank(), &options)?;
+        let device = CudaDevice::open(ordinal, &options)?;
         let compute = device.compute("compute");
         let side = device.stream("side", Priority::High)?;
         Ok(Rank { world, device, compute, side })
@@ -45,7 +45,11 @@ impl Rank {
 
     /// The communicator of all ranks.
     pub fn join(&self) -> Outcome<Arc<NcclComm>> {
-        Ok(NcclComm::new(self.world.communicator().clone(), &self.device)?)
+        self.join_with(Sums::Nccl)
+    }
+
+    pub fn join_with(&self, sums: Sums) -> Outcome<Arc<NcclComm>> {
+        Ok(NcclComm::new(self.world.communicator().clone(), &self.device, NcclOptions { sums })?)
     }
 
     /// Zeros on the device.
@@ -88,7 +92,8 @@ pub fn launch<T: Send>(
     let image = register_fsdp_kernels();
     let launcher = Launcher::new().ranks(ranks).stack_size(1 << 20).timeout(timeout);
     launcher.run(|world| {
-        let rank = Rank::new(world, &image).map_err(|error| error.to_string())?;
+        let ordinal = world.rank();
+        let rank = Rank::new(world, ordinal, &image).map_err(|error| error.to_string())?;
         body(&rank).map_err(|error| error.to_string())
     })
 }
@@ -109,7 +114,8 @@ pub fn launch_by_tcp<T: Send>(
             let place = Place { rank, size: ranks, local_rank: rank, address };
             scope.spawn(move || {
                 Launcher::new().timeout(timeout).stack_size(1 << 20).join(&place, |world| {
-                    let rank = Rank::new(world, image).map_err(|error| error.to_string())?;
+                    let ordinal = world.local_rank();
+                    let rank = Rank::new(world, ordinal, image).map_err(|error| error.to_string())?;
                     body(&rank).map_err(|error| error.to_string())
                 })
             })
@@ -122,6 +128,16 @@ pub fn launch_by_tcp<T: Send>(
 /// Runs `body` on ranks that must end well.
 pub fn run<T: Send>(ranks: usize, body: impl Fn(&Rank) -> Outcome<T> + Sync) -> Vec<T> {
     launch(ranks, Duration::from_secs(20), body).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The same on ranks that share a device.
+pub fn run_on_one_device<T: Send>(ranks: usize, body: impl Fn(&Rank) -> Outcome<T> + Sync) -> Vec<T> {
+    let image = register_fsdp_kernels();
+    let launched = Launcher::new().ranks(ranks).stack_size(1 << 20).run(|world| {
+        let rank = Rank::new(world, 0, &image).map_err(|error| error.to_string())?;
+        body(&rank).map_err(|error| error.to_string())
+    });
+    launched.unwrap_or_else(|error| panic!("{error}"))
 }
 
 pub fn tag(unit: &str) -> Tag {

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use fake_cuda::{Schedule, Session, register_fsdp_kernels};
 use fsdp_runtime::comm::Communicator;
-use fsdp_runtime::comm::nccl::NcclComm;
+use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, World};
 
@@ -58,7 +58,11 @@ fn train(
         let fuse = fuse.filter(|(rank, _)| *rank == world.rank()).map(|(_, uses)| uses);
         let comm: Arc<dyn Communicator> = match joined {
             Joined::OneDevice => world.communicator().clone(),
-            Joined::Nccl => NcclComm::new(world.communicator().clone(), &device).expect("NCCL is there"),
+            Joined::Nccl => {
+                let sums = if seed % 2 == 0 { Sums::Nccl } else { Sums::InRankOrder };
+                let comm = NcclComm::new(world.communicator().clone(), &device, NcclOptions { sums });
+                comm.expect("NCCL is there")
+            }
         };
         Ok(Rank::new(Shared::new(device), setting, &*comm, fuse)?.train()?)
     })
