@@ -135,14 +135,22 @@ fn a_device_that_does_not_come_to_the_collective_is_named() {
         ["timed out after 1s in all-reduce of unit `layers.0`", "the devices of [0] have not come to it"];
     all_but_one_fail(&session, 2, SOON, 2, &words, |rank| {
         let comm = rank.join()?;
+        let (end, ended) = mpsc::channel();
         if rank.rank() == 0 {
             // Longer than the others' patience. The fake runs it in whichever thread looks for progress.
-            rank.side.submit(Box::new(|| {
+            rank.side.submit(Box::new(move || {
                 std::thread::sleep(3 * SOON);
+                drop(end);
                 Ok(())
             }))?;
+        } else {
+            drop(end);
         }
-        all_reduce(rank, &*comm, "layers.0")
+        let failed = all_reduce(rank, &*comm, "layers.0");
+        // The call has a hold on the device, and lets go a moment later.
+        let _: Result<(), _> = ended.recv();
+        std::thread::sleep(SOON / 10);
+        failed
     });
 }
 
