@@ -32,7 +32,8 @@ impl Entry {
 impl State {
     /// The entry of this number.
     pub(super) fn entry(&self, channel: usize, number: u64) -> Option<&Entry> {
-        self.channels[channel].entries.iter().find(|entry| entry.number == number)
+        // The latest ones are asked for most.
+        self.channels[channel].entries.iter().rev().find(|entry| entry.number == number)
     }
 
     /// A rank that has called what `index` has not, and the call.
@@ -85,17 +86,14 @@ impl Ledger for Endpoint {
         }
         let number = self.called.fetch_add(1, Ordering::Relaxed) + 1;
         state.enter(channel, index, number, &call);
-        let differs = |state: &State, ours: &Call, theirs: &Call, peer: usize| {
-            let difference = ours.differing(rank, theirs, members[peer]);
-            format!("{} differs: {difference}", state.name(channel, number))
-        };
         let arrivals = state.channels[channel].arrived.iter().enumerate();
         let mut arrivals = arrivals.filter_map(|(i, arrival)| Some((i, arrival.as_ref()?)));
         let on_the_host = arrivals.find(|(i, arrival)| *i != index && arrival.number == number);
         let entered = state.entry(channel, number).map(|entry| (entry.first, &entry.call));
         let other = on_the_host.map(|(i, arrival)| (i, &arrival.call)).or(entered);
         if let Some((peer, theirs)) = other.filter(|(_, theirs)| !theirs.agrees_with(&call)) {
-            let message = differs(&state, &call, theirs, peer);
+            let difference = call.differing(rank, theirs, members[peer]);
+            let message = format!("{} differs: {difference}", state.name(channel, number));
             return Err(fail(world, &mut state, rank, Cause::Diverged, message));
         }
         let has_called =
@@ -107,7 +105,7 @@ impl Ledger for Endpoint {
             return Err(fail(world, &mut state, rank, Cause::RankFailed { failed: gone }, message));
         }
         let this = &mut state.channels[channel];
-        match this.entries.iter_mut().find(|entry| entry.number == number) {
+        match this.entries.iter_mut().rev().find(|entry| entry.number == number) {
             Some(entry) => entry.stages[index] = Some(Stage::Called),
             None => {
                 let mut stages = vec![None; members.len()];

@@ -12,8 +12,9 @@
 //! through scratch memory of the communicator: as much as the rank's share of the largest launch.
 //!
 //! # Errors
-//! A call that does not fit the other ranks' fails when it is called; so do a rank that is gone and a rank that is late,
-//! on every rank: see [`watch`] for how those learn of it that wait for the device.
+//! A call that does not fit the other ranks' fails when it is called, or soon after. A watchdog of each rank sees to it that
+//! nobody waits for ever: when NCCL reports an error, a collective does not end in time, or a rank is gone, on any rank,
+//! all communicators are aborted, and the device fails with an error that names the collective and the ranks missing.
 
 mod flight;
 mod group;

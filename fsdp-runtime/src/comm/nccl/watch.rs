@@ -154,34 +154,46 @@ impl Watched {
     fn look(&mut self, closed: bool) -> Result<bool, Trouble> {
         let health = self.comm.handle.health();
         self.follow(closed).map_err(|error| Trouble::Here(error.to_string()))?;
-        if let Health::Failed(failure) = &health {
-            let since = *self.suspicious.get_or_insert_with(Instant::now);
-            if !failure.is_remote() || since.elapsed() > self.comm.news() {
-                return Err(failure.clone().trouble());
-            }
-            return Ok(false);
+        let idle = self.comm.has_landed();
+        if idle && self.comm.is_released() {
+            return Ok(self.end(&health));
         }
-        if !self.comm.is_released() || !self.comm.has_landed() {
-            return Ok(false);
-        }
-        let since = *self.idle.get_or_insert_with(Instant::now);
-        let handle = &self.comm.handle;
-        let failed = match health {
-            Health::Gone => return Ok(true),
-            // The other ranks have this one's part of all collectives: it can go without them.
-            _ if since.elapsed() > self.comm.ledger.timeout() => true,
-            Health::Busy => return Ok(false),
-            _ if self.finalized => handle.destroy().is_err(),
-            _ => match self.comm.deregister() {
-                Ok(true) => {
-                    self.finalized = true;
-                    handle.finalize().is_err()
+        match health {
+            // A rank that has ended well may look like one that is lost: it matters to who waits for it.
+            Health::Failed(failure) if failure.is_remote() && idle => self.suspicious = None,
+            Health::Failed(failure) => {
+                let since = *self.suspicious.get_or_insert_with(Instant::now);
+                if !failure.is_remote() || since.elapsed() > self.comm.news() {
+                    return Err(failure.trouble());
                 }
-                Ok(false) => false,
-                Err(_) => true,
+            }
+            Health::Ready | Health::Busy | Health::Gone => {}
+        }
+        Ok(false)
+    }
+
+    /// Ends it, step by step; true at the last one. The other ranks have this one's part of all collectives: where it
+    /// takes too long, or fails, it goes without them.
+    fn end(&mut self, health: &Health) -> bool {
+        let since = *self.idle.get_or_insert_with(Instant::now);
+        let Watched { comm, finalized, .. } = self;
+        let late = since.elapsed() > comm.ledger.timeout();
+        let went_well = match health {
+            Health::Gone => return true,
+            Health::Failed(_) => false,
+            Health::Busy | Health::Ready if late => false,
+            Health::Busy => true,
+            Health::Ready if *finalized => comm.handle.destroy().is_ok(),
+            Health::Ready => match comm.deregister() {
+                Ok(true) => {
+                    *finalized = true;
+                    comm.handle.finalize().is_ok()
+                }
+                Ok(false) => true,
+                Err(_) => false,
             },
         };
-        Ok((failed && self.comm.abort()) || matches!(handle.health(), Health::Gone))
+        (!went_well && comm.abort()) || matches!(comm.handle.health(), Health::Gone)
     }
 
     /// Follows the collectives: young ones only if they are waited for.

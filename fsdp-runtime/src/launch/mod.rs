@@ -6,17 +6,23 @@
 //! one lock, where ranks would wait for each other. It is read at the first such op, so a program can set it
 //! itself at the start of `main`, while it has one thread.
 
+mod failure;
+mod rank;
+
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::local::{LocalOptions, LocalWorld};
 use crate::comm::tcp::{Place, TcpComm};
-use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
-use crate::device::cpu::WorkerScope;
+use crate::comm::{CommError, Communicator, DeviceMesh};
 use crate::mesh::MeshError;
 use crate::sync::thread::{self, Builder, Scope, ScopedJoinHandle};
+
+pub use self::failure::{LaunchError, RankEnd, RankFailure};
+
+use self::failure::collect;
+use self::rank::{join_rank, run_rank};
 
 /// Most ranks of one launch.
 pub const MAX_RANKS: usize = 2048;
@@ -63,84 +69,6 @@ impl World {
     pub fn data_parallel_mesh(&self) -> DeviceMesh {
         self.mesh(&[("dp_shard", self.size())]).expect("all ranks along one dim are all ranks")
     }
-}
-
-/// How the run of one rank ended, if not well.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RankEnd {
-    /// It panicked, with this text.
-    Panicked(String),
-    /// It returned this error.
-    Failed(String),
-    /// It returned without an error of its own, while others waited for it for instance: what they say of it.
-    Returned(String),
-}
-
-/// A rank that did not end well.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankFailure {
-    /// The rank.
-    pub rank: usize,
-    /// What became of it.
-    pub end: RankEnd,
-}
-
-impl fmt::Display for RankFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.end {
-            RankEnd::Panicked(text) => write!(f, "rank {} panicked: {text}", self.rank),
-            RankEnd::Failed(text) => write!(f, "rank {} failed: {text}", self.rank),
-            // The text names the rank.
-            RankEnd::Returned(text) => f.write_str(text),
-        }
-    }
-}
-
-/// Why a launch did not end well.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LaunchError {
-    /// A launch needs at least one rank.
-    #[error("a launch needs at least one rank, 0 were asked for")]
-    NoRanks,
-    /// More ranks than threads can be expected to start.
-    #[error("{ranks} ranks were asked for; {MAX_RANKS} is the most that one process launches")]
-    TooManyRanks {
-        /// Number of ranks.
-        ranks: usize,
-    },
-    /// A setting from the environment is wrong; no rank was started.
-    #[error("{0}")]
-    Setting(String),
-    /// This process could not join the other ranks'.
-    #[error(transparent)]
-    Join(#[from] CommError),
-    /// The system could not start the thread of a rank; those that had started were ended.
-    #[error("rank {rank} could not be started with a stack of {stack_size} bytes: {message}")]
-    Start {
-        /// The rank.
-        rank: usize,
-        /// Bytes of stack that were asked for.
-        stack_size: usize,
-        /// The system's reason.
-        message: String,
-    },
-    /// Ranks failed.
-    #[error("{}", describe(.first, .others))]
-    Ranks {
-        /// The root cause: the rank that failed first, or that saw the failure first.
-        first: RankFailure,
-        /// The other ranks that failed, by rank: in general because of the first.
-        others: Vec<RankFailure>,
-    },
-}
-
-fn describe(first: &RankFailure, others: &[RankFailure]) -> String {
-    let mut text = first.to_string();
-    for (i, other) in others.iter().enumerate() {
-        text += if i == 0 { "\nafter that:\n  " } else { "\n  " };
-        text += &other.to_string();
-    }
-    text
 }
 
 /// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns
@@ -311,7 +239,7 @@ impl Launcher {
             })?;
             Ok(join_rank(thread))
         });
-        match end.inspect_err(|error: &LaunchError| communicator.fail(rank, &format!("failed: {error}")))? {
+        match end.inspect_err(|error: &LaunchError| communicator.leave(Some(&format!("failed: {error}"))))? {
             Ok(value) => match communicator.failure() {
                 None => Ok(value),
                 Some(error) => {
@@ -367,106 +295,6 @@ fn words(error: CommError) -> String {
     }
 }
 
-fn join_rank<T>(thread: ScopedJoinHandle<'_, Result<T, RankEnd>>) -> Result<T, RankEnd> {
-    match thread.join() {
-        Ok(end) => end,
-        Err(payload) => Err(RankEnd::Panicked(panic_text(&*payload))),
-    }
-}
-
-/// Who is told how a rank has ended.
-trait Ends {
-    fn finish(&self, rank: usize);
-
-    /// `how` follows the rank's name.
-    fn fail(&self, rank: usize, how: &str);
-}
-
-impl Ends for LocalWorld {
-    fn finish(&self, rank: usize) {
-        self.finish(rank);
-    }
-
-    fn fail(&self, rank: usize, how: &str) {
-        self.fail(rank, how);
-    }
-}
-
-impl Ends for TcpComm {
-    fn finish(&self, _: usize) {
-        self.leave(None);
-    }
-
-    fn fail(&self, _: usize, how: &str) {
-        self.leave(Some(how));
-    }
-}
-
-/// A rank's thread: runs its code and tells the others how it ended.
-fn run_rank<T, E, F>(
-    ends: &impl Ends,
-    rank: usize,
-    world: Result<World, String>,
-    rank_main: &F,
-) -> Result<T, RankEnd>
-where
-    E: fmt::Display,
-    F: Fn(World) -> Result<T, E>,
-{
-    let workers = WorkerScope::enter();
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        // The alternate form, by which some error types give their causes too.
-        rank_main(world?).map_err(|error| format!("{error:#}"))
-    }));
-    let end = match outcome {
-        Ok(Ok(value)) => {
-            // What is still under way on its streams, peers take part in.
-            workers.join();
-            ends.finish(rank);
-            return Ok(value);
-        }
-        Ok(Err(text)) => {
-            ends.fail(rank, &format!("failed: {text}"));
-            RankEnd::Failed(text)
-        }
-        Err(payload) => {
-            let text = panic_text(&*payload);
-            ends.fail(rank, &format!("panicked: {text}"));
-            RankEnd::Panicked(text)
-        }
-    };
-    // Only now: workers of this rank may wait for peers that only this failure wakes.
-    workers.join();
-    Err(end)
-}
-
-/// All values, or the failures with the root cause first.
-fn collect<T>(
-    ends: Vec<Result<T, RankEnd>>,
-    world_failure: Option<(usize, String)>,
-) -> Result<Vec<T>, LaunchError> {
-    let mut values = Vec::with_capacity(ends.len());
-    let mut failures = Vec::new();
-    for (rank, end) in ends.into_iter().enumerate() {
-        match end {
-            Ok(value) => values.push(value),
-            Err(end) => failures.push(RankFailure { rank, end }),
-        }
-    }
-    if failures.is_empty() && world_failure.is_none() {
-        return Ok(values);
-    }
-    // A collective that failed counts even if every rank returned without looking at its outcome.
-    let first = match world_failure {
-        Some((culprit, message)) => match failures.iter().position(|failure| failure.rank == culprit) {
-            Some(at) => failures.remove(at),
-            None => RankFailure { rank: culprit, end: RankEnd::Returned(message) },
-        },
-        None => failures.remove(0),
-    };
-    Err(LaunchError::Ranks { first, others: failures })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -509,14 +337,5 @@ mod tests {
         let launcher = Launcher::new().ranks(2).stack_size(1 << 50);
         let error = launcher.run(|_| Ok::<_, CommError>(())).unwrap_err();
         assert!(matches!(error, LaunchError::Start { rank: 0, .. }), "{error}");
-    }
-
-    #[test]
-    fn the_root_cause_comes_first() {
-        let failed = |text: &str| Err(RankEnd::Failed(text.to_owned()));
-        let ends: Vec<Result<(), _>> =
-            vec![failed("follower"), Err(RankEnd::Panicked("boom".into())), Ok(())];
-        let error = collect(ends, Some((1, "..".into()))).unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 panicked: boom\nafter that:\n  rank 0 failed: follower");
     }
 }
