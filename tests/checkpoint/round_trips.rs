@@ -198,3 +198,29 @@ fn training_goes_on_bit_for_bit_at_the_same_number_of_ranks() {
         assert_eq!(losses(false), losses(true), "{way:?}, draw {draw}");
     }
 }
+
+#[test]
+fn numbers_come_back_to_the_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let numbers = (0..2000).map(|draw| f64::from_bits(mix(draw) << 8 | mix(draw + 5000) & 0xff));
+    let numbers: Vec<f64> = numbers.filter(|number| number.is_finite()).collect();
+    let rate = numbers.iter().copied().find(|number| (1e-9..1e3).contains(number)).unwrap_or(0.1 + 0.2);
+    let path = launch::local(2, |world| -> fsdp::Result<_> {
+        let mut model = Net::new(2).fully_shard(&world.data_parallel_mesh())?;
+        let mut optimizer = model.optimizer(AdamW::default())?;
+        step(&mut model, &mut optimizer, &input(world.rank(), 0))?;
+        optimizer.set_learning_rate(rate);
+        let contents = Contents::of(&model).optimizer(&optimizer).value("numbers", &numbers);
+        Checkpoints::new(dir.path()).save(contents)
+    });
+    let path = path.unwrap().remove(0);
+    let restored = launch::local(1, |world| -> fsdp::Result<_> {
+        let mut model = Net::new(2).fully_shard(&world.data_parallel_mesh())?;
+        let mut optimizer = model.optimizer(AdamW::default())?;
+        let restored = Restore::new(&mut model).optimizer(&mut optimizer).from(&path)?;
+        Ok((optimizer.learning_rate(), restored.checkpoint.value::<Vec<f64>>("numbers")?))
+    });
+    let (rate_again, numbers_again) = restored.unwrap().remove(0);
+    let bits = |numbers: &[f64]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
+    assert_eq!((rate_again, bits(&numbers_again)), (rate, bits(&numbers)));
+}

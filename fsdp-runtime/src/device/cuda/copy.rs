@@ -28,29 +28,31 @@ impl CudaStream {
             )));
         }
         let places = (place(self.device(), from), place(self.device(), to));
+        if !matches!(
+            places,
+            (Place::Device, Place::Device) | (Place::Pinned, Place::Device) | (Place::Device, Place::Pinned)
+        ) {
+            return Err(refuse(format!("a copy of {:?} memory to {:?} memory", places.0, places.1)));
+        }
         let (source, target, bytes) = (address(from), address(to), from.bytes());
         if bytes == 0 {
             return Ok(());
         }
-        self.try_enqueue(&[from, to], |stream| {
+        self.enqueue("copying", &[from, to], |stream| {
             let stream = stream.cu_stream();
             // SAFETY: both ranges are alive until the copy is done, by the use that is noted, and as long as the memory
             // that they are of; the caller's stream order is what is asked for here.
-            let copied = unsafe {
+            unsafe {
                 match places {
-                    (Place::Device, Place::Device) => {
-                        cuda::result::memcpy_dtod_async(target, source, bytes, stream)
-                    }
-                    (Place::Pinned, Place::Device) => {
+                    (Place::Pinned, _) => {
                         cuda::sys::cuMemcpyHtoDAsync_v2(target, from.as_ptr().cast(), bytes, stream).result()
                     }
-                    (Place::Device, Place::Pinned) => {
+                    (_, Place::Pinned) => {
                         cuda::sys::cuMemcpyDtoHAsync_v2(to.as_ptr().cast(), source, bytes, stream).result()
                     }
-                    (from, to) => return Err(refuse(format!("a copy of {from:?} memory to {to:?} memory"))),
+                    _ => cuda::result::memcpy_dtod_async(target, source, bytes, stream),
                 }
-            };
-            copied.map_err(super::error::on_stream(self.name(), "copying"))
+            }
         })
     }
 }
