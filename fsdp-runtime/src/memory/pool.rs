@@ -126,14 +126,15 @@ impl Pool {
         self.class_of_unit[unit] == self.class_of_unit[other]
     }
 
-    /// Gives the slot back; its buffers are written again only after `last_use`.
-    pub(crate) fn release(&mut self, id: SlotId, last_use: Arc<dyn Event>) {
+    /// Gives the slot back; its buffers are written again only after `last_use`, which is `None` if the order of
+    /// streams is such that they are anyway.
+    pub(crate) fn release(&mut self, id: SlotId, last_use: Option<Arc<dyn Event>>) {
         self.clock += 1;
         let slot = &mut self.classes[id.class].slots[id.slot];
         slot.released = self.clock;
         debug_assert!(slot.held, "a slot is released once");
         slot.held = false;
-        slot.free_after = Some(last_use);
+        slot.free_after = last_use;
         if !self.keep {
             slot.buffers = None;
         }
@@ -163,7 +164,7 @@ mod tests {
         let (first, buffers) = pool.acquire(1, &*stream).unwrap().unwrap();
         pool.acquire(2, &*stream).unwrap().unwrap();
         assert!(pool.acquire(3, &*stream).unwrap().is_none());
-        pool.release(first, stream.record());
+        pool.release(first, Some(stream.record()));
         let (_, again) = pool.acquire(3, &*stream).unwrap().unwrap();
         assert_eq!(again[0].as_ptr(), buffers[0].as_ptr());
         assert_eq!(account.usage(Category::GatherPool).peak, 2 * 64 * 4);
@@ -182,7 +183,7 @@ mod tests {
         let stream = ComputeStream::new("compute");
         let (id, buffers) = pool.acquire(0, &*stream).unwrap().unwrap();
         drop(buffers);
-        pool.release(id, stream.record());
+        pool.release(id, None);
         assert_eq!(account.usage(Category::GatherPool).current, 0);
     }
 }

@@ -475,7 +475,8 @@ impl AllGatherPipeline {
                 fill(&*self.streams.compute, &slice, Fill::Poison)?;
             }
         }
-        self.pool.release(slot, self.streams.compute.record());
+        // A gather begins when the compute stream has passed its launch.
+        self.pool.release(slot, None);
         Ok(())
     }
 }

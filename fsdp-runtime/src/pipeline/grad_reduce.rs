@@ -354,7 +354,7 @@ impl GradReducePipeline {
             self.streams.reduce.retire(&buckets);
         }
         if let Some(slot) = slot {
-            self.pool.release(slot, event.clone());
+            self.pool.release(slot, Some(event.clone()));
         }
         self.last = Some(event.clone());
         event
@@ -362,7 +362,7 @@ impl GradReducePipeline {
 
     fn give_back_now(&mut self, slot: Option<SlotId>) {
         if let Some(slot) = slot {
-            self.pool.release(slot, self.streams.compute.record());
+            self.pool.release(slot, None);
         }
     }
 
