@@ -1,7 +1,7 @@
 //! Ranks are processes or threads with a GPU each, and NCCL moves the data.
 //!
 //! [`NcclComm`] carries out the collectives of streams of its device by NCCL; for all else it has a communicator of the
-//! host ([`Control`](super::Control)): barriers, small reductions and exchanges, notes, groups, and the record of calls by
+//! host ([`Control`]): barriers, small reductions and exchanges, notes, groups, and the record of calls by
 //! which ranks that disagree, are late or gone are named.
 //!
 //! # Sums

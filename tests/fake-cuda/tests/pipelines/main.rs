@@ -59,7 +59,7 @@ fn train(
         let comm: Arc<dyn Communicator> = match joined {
             Joined::OneDevice => world.communicator().clone(),
             Joined::Nccl => {
-                let sums = if seed % 2 == 0 { Sums::Nccl } else { Sums::InRankOrder };
+                let sums = if seed.is_multiple_of(2) { Sums::Nccl } else { Sums::InRankOrder };
                 let comm = NcclComm::new(world.communicator().clone(), &device, NcclOptions { sums });
                 comm.expect("NCCL is there")
             }
