@@ -3,6 +3,7 @@
 use fake_cuda::{Schedule, Session};
 use fsdp_runtime::comm::nccl::Sums;
 use fsdp_runtime::comm::{Accumulate, Communicator, Gather, Reduce};
+use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::spec::Dtype;
 use half::{bf16, f16};
@@ -232,6 +233,37 @@ fn memory_stays_until_the_collective_is_done_with_it() {
             Ok(())
         });
         assert_eq!(session.findings(), []);
+    }
+}
+
+/// Two streams take turns on one communicator, whose scratch memory they share.
+#[test]
+fn scratch_memory_is_used_by_one_stream_at_a_time() {
+    for schedule in Schedule::all(10) {
+        let _session = Session::new(schedule);
+        let sums = run(2, |rank| {
+            let comm = rank.join()?;
+            let lanes = [rank.side.clone(), rank.device.stream("second", Priority::High)?];
+            let (scale, accumulate) = (1.0, Accumulate::Add);
+            let mut sums = Vec::new();
+            for step in 0..6 {
+                let send = rank.upload(Dtype::BF16, &values(rank.rank() + step, 16))?;
+                let recv = rank.zeros(Dtype::F32, 8)?;
+                lanes.iter().try_for_each(|lane| lane.wait(&rank.compute.record()))?;
+                let part = Reduce { send, recv: recv.clone(), scale, accumulate };
+                comm.reduce_scatter(&*lanes[step % 2], tag(&step.to_string()), vec![part])?;
+                sums.push(recv);
+            }
+            rank.compute.wait(&lanes[1].record())?;
+            download(rank, &sums)
+        });
+        for (rank, sums) in sums.iter().enumerate() {
+            for (step, sum) in sums.iter().enumerate() {
+                let whole: Vec<f32> =
+                    values(step, 16).iter().zip(values(step + 1, 16)).map(|(a, b)| a + b).collect();
+                assert_eq!(*sum, whole[rank * 8..][..8]);
+            }
+        }
     }
 }
 
