@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::{Args, Parser};
-use fsdp::files::AtomicFile;
+use fsdp::files::{AtomicFile, FileError};
 use fsdp::launch::{LaunchError, Launcher, World};
 use fsdp::prelude::*;
 use fsdp_models::data::{TextDataset, TextOptions};
@@ -153,7 +153,7 @@ struct Saving {
 #[derive(Args)]
 #[command(next_help_heading = "Completions, before and after")]
 struct Completion {
-    /// What the model continues [default: how the text begins]
+    /// What the model continues [default: how the text begins, no more than half of its positions]
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
     /// Tokens of a completion; 0 for none
@@ -195,7 +195,7 @@ fn main() -> ExitCode {
     match run(Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {error}");
             ExitCode::FAILURE
         }
     }
@@ -230,7 +230,12 @@ fn run(options: Options) -> Result<()> {
 
     // All that can be wrong is found before a rank is started: the model's files, the text, the options.
     let pretrained = Pretrained::open(&model)?;
-    let tokenizer = Tokenizer::open(tokenizer.as_deref().unwrap_or(&model))?;
+    let tokenizer = match tokenizer {
+        Some(path) => Tokenizer::open(&path)?,
+        None => Tokenizer::open(&model).map_err(|error| {
+            anyhow!("{error}; --tokenizer tells where the tokenizer is, if it is not with the model")
+        })?,
+    };
     let config = pretrained.config().clone();
     let order = TextOptions {
         seq: training.seq,
@@ -261,11 +266,20 @@ fn run(options: Options) -> Result<()> {
         eos: tokenizer.eos(),
     };
     sampling.validate()?;
-    let prompt = tokenizer.encode_prompt(&completion.prompt.map_or_else(|| opening(&text[0]), Ok)?)?;
+    let prompt = match completion.prompt {
+        _ if completion.tokens == 0 => Vec::new(),
+        Some(prompt) => tokenizer.encode_prompt(&prompt)?,
+        None => {
+            let mut prompt = tokenizer.encode_prompt(&opening(&text[0])?)?;
+            prompt.truncate((options.model.max_position_embeddings / 2).max(1));
+            prompt
+        }
+    };
 
-    let checkpoints = saving.checkpoints.as_ref().map(|directory| {
+    let checkpoints = saving.checkpoints.as_ref().map(|directory| -> fsdp_models::Result<_> {
         let (directory, every) = (directory.clone(), saving.save_every);
-        let options = CheckpointOptions { directory, every, keep: saving.keep, resume: saving.resume };
+        let base = Some(pretrained.identity()?);
+        let options = CheckpointOptions { directory, every, keep: saving.keep, resume: saving.resume, base };
         RunCheckpoints::open(&options, &data)
     });
     let checkpoints = checkpoints.transpose()?;
@@ -335,9 +349,9 @@ impl Run {
         if world.rank() == 0 {
             self.introduce(&model);
         }
-        let before = generate(&model, &self.prompt, &self.sampling)?;
+        let before = self.complete(&model)?;
         let summary = train(world, &mut model, &self.options, &self.data, &self.outputs)?;
-        let after = generate(&model, &self.prompt, &self.sampling)?;
+        let after = self.complete(&model)?;
         if let Some(dir) = &saving.export {
             let options = SaveOptions { tokenizer: Some(&self.tokenizer), ..SaveOptions::default() };
             self.pretrained.save_merged(&model, dir, &options)?;
@@ -346,6 +360,15 @@ impl Run {
             save_adapters(&model, dir, self.pretrained.path().to_str())?;
         }
         Ok(Outcome { summary, before, after })
+    }
+
+    /// What the model says after the prompt. Without tokens to say, there is none.
+    fn complete(&self, model: &Fsdp<Llama>) -> fsdp_models::Result<Vec<u32>> {
+        if self.sampling.max_tokens == 0 {
+            Ok(Vec::new())
+        } else {
+            generate(model, &self.prompt, &self.sampling)
+        }
     }
 
     fn introduce(&self, model: &Fsdp<Llama>) {
@@ -364,9 +387,9 @@ impl Run {
         let (tokens, samples) = (self.data.tokens() as u64, self.data.samples() as u64);
         println!("text of {} tokens, {} samples", quantity::count(tokens), quantity::count(samples));
         if let Some(checkpoints) = &self.outputs.checkpoints
-            && let Some(path) = checkpoints.resumed()
+            && let Some(line) = checkpoints.beginning(self.options.steps)
         {
-            println!("going on after step {}, from `{}`", checkpoints.first_step(), path.display());
+            println!("{line}");
         }
         println!("\n{}", report::units(model));
     }
@@ -374,7 +397,7 @@ impl Run {
 
 /// The first words of a text.
 fn opening(path: &Path) -> Result<String> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read `{}`", path.display()))?;
+    let text = std::fs::read_to_string(path).map_err(FileError::on("read", path))?;
     let words: Vec<&str> = text.split_whitespace().take(8).collect();
     Ok(words.join(" "))
 }

@@ -60,7 +60,7 @@ struct Verify {
     all: bool,
 }
 
-/// Write the weights as a directory of Hugging Face's
+/// Write the weights as a directory of Hugging Face's; those of a run with adapters are exported by finetune
 #[derive(Args)]
 struct Export {
     /// A checkpoint, or a directory of them
@@ -152,7 +152,14 @@ fn inspect(Inspect { path, section, json }: &Inspect) -> Result<Status> {
 fn verify(Verify { paths, all }: &Verify) -> Result<Status> {
     let mut status = Status::Good;
     for path in paths {
-        let mut checkpoints = vec![find(path)?];
+        let mut checkpoints = match find(path) {
+            Ok(found) => vec![found],
+            Err(error) => {
+                eprintln!("error: {error}");
+                status = Status::Failed;
+                continue;
+            }
+        };
         if !is_checkpoint(path) {
             let store = Checkpoints::new(path);
             let entries = store.list()?;

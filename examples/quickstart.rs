@@ -46,6 +46,7 @@ impl Forward for Net {
 const DIM: usize = 32;
 
 fn main() -> anyhow::Result<()> {
+    clap::Command::new("quickstart").about("Shards a small model over two ranks and trains it").get_matches();
     let losses = fsdp::launch::local(2, |world| -> fsdp::Result<Vec<f32>> {
         let net = Net {
             layers: (0..4).map(|_| Unit::new(Residual::new(DIM))).collect(),

@@ -211,8 +211,8 @@ impl Saving {
     fn open(&self, data: &dyn Batches) -> Result<Option<RunCheckpoints>> {
         let open = |directory: &PathBuf| {
             let directory = directory.clone();
-            let options =
-                CheckpointOptions { directory, every: self.save_every, keep: self.keep, resume: self.resume };
+            let (every, keep, resume) = (self.save_every, self.keep, self.resume);
+            let options = CheckpointOptions { directory, every, keep, resume, base: None };
             RunCheckpoints::open(&options, data)
         };
         Ok(self.checkpoints.as_ref().map(open).transpose()?)
@@ -310,8 +310,8 @@ fn run(options: Options) -> Result<()> {
     let first_step = checkpoints.as_ref().map_or(0, RunCheckpoints::first_step);
     let metrics = files.metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
     let (metrics, mut steps) = metrics.map_or_else(Default::default, |(file, steps)| (Some(file), steps));
-    if let Some(path) = checkpoints.as_ref().and_then(RunCheckpoints::resumed) {
-        println!("going on after step {first_step}, from `{}`", path.display());
+    if let Some(line) = checkpoints.as_ref().and_then(|checkpoints| checkpoints.beginning(options.steps)) {
+        println!("{line}");
     }
     let outputs = Outputs {
         progress: Some(Mutex::new(Progress::new(options.steps))),

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use fsdp::checkpoint::{Checkpoints, Index, MODEL};
 use fsdp::files::TensorFile;
 use fsdp::prelude::*;
 use fsdp_models::pretrained::{SaveOptions, save_pretrained};
@@ -56,11 +57,17 @@ impl Place {
     fn new() -> Self {
         let place = Place(tempfile::tempdir().unwrap());
         fs::write(place.path("text"), include_bytes!("finetune.rs")).unwrap();
-        let model = Llama::new(&config()).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+        place.pretrain("model", 0);
+        place
+    }
+
+    /// Saves a model of weights that the seed gives.
+    fn pretrain(&self, name: &str, seed: u64) {
+        let fsdp = FsdpConfig { seed, ..FsdpConfig::default() };
+        let model = Llama::new(&config()).unwrap().fully_shard_with(&DeviceMesh::single(), &fsdp).unwrap();
         let tokenizer = Tokenizer::of_bytes().unwrap();
         let options = SaveOptions { tokenizer: Some(&tokenizer), ..SaveOptions::default() };
-        save_pretrained(&model, &config().to_json(), &place.path("model"), &options).unwrap();
-        place
+        save_pretrained(&model, &config().to_json(), &self.path(name), &options).unwrap();
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -234,6 +241,60 @@ fn copy_directory(from: &Path, to: &Path) {
 }
 
 #[test]
+fn adapters_are_saved_without_the_frozen_model_and_go_on_with_the_same_one_only() {
+    let place = Place::new();
+    let saved = ["--checkpoints", "run", "--tokens", "0"];
+    place.finetune(&saved);
+    let latest = Checkpoints::new(place.path("run")).latest().unwrap().unwrap();
+    let index = Index::read(latest).unwrap();
+    assert_eq!(index.tensors[MODEL].len(), 2 * 2 * 2);
+    assert!(index.tensors[MODEL].keys().all(|name| name.contains(".lora_")), "{:?}", index.tensors[MODEL]);
+
+    place.pretrain("other", 1);
+    let other = [&saved[..], &["--model", "other", "--resume", "--steps", "14"]].concat();
+    let message = place.refusal(&other);
+    for expected in ["the run began with `model` (fingerprint ", "it is given `other` (fingerprint "] {
+        assert!(message.contains(expected), "{message}");
+    }
+    // Of all weights, too: what they were is not all there is to a model.
+    let full = ["--full", "--checkpoints", "full", "--steps", "2", "--tokens", "0"];
+    place.finetune(&full);
+    let message = place.refusal(&[&full[..], &["--model", "other", "--resume"]].concat());
+    assert!(message.contains("give the same pretrained model"), "{message}");
+
+    // The same model elsewhere, and in another dtype, which it is read in anew.
+    copy_directory(&place.path("model"), &place.path("moved"));
+    let moved = ["--model", "moved", "--resume", "--steps", "14", "--dtype", "bf16"];
+    let said = place.finetune(&[&saved[..], &moved].concat());
+    assert!(said.contains("going on after step 12, from `run/step-00000012`"), "{said}");
+}
+
+#[test]
+fn a_run_that_is_to_go_on_tells_where_it_begins() {
+    let place = Place::new();
+    let options = ["--checkpoints", "run", "--resume", "--steps", "2", "--tokens", "0"];
+    fs::create_dir(place.path("run")).unwrap();
+    let said = place.finetune(&options);
+    assert!(said.contains("no checkpoint in `run`: the run begins anew"), "{said}");
+    let said = place.finetune(&options);
+    let expected = "the run is complete: `run/step-00000002` is of step 2, and 2 are asked for";
+    assert!(said.contains(expected), "{said}");
+}
+
+#[test]
+fn a_prompt_is_no_reason_to_stop_a_run_that_completes_nothing() {
+    let place = Place::new();
+    // Longer than the model's 64 positions.
+    let long = "word-of-sixteen- ".repeat(100);
+    fs::write(place.path("long"), &long).unwrap();
+    let run = ["--steps", "1", "--text", "long"];
+    let said = place.finetune(&run);
+    assert!(said.contains(&format!("prompt: {}\n", &long[..32])), "{said}");
+    let said = place.finetune(&[&run[..], &["--tokens", "0", "--prompt", &long]].concat());
+    assert!(!said.contains("prompt: "), "{said}");
+}
+
+#[test]
 fn a_run_is_not_resumed_with_what_would_make_it_another() {
     let place = Place::new();
     let saved = ["--checkpoints", "run", "--save-every", "5", "--tokens", "0"];
@@ -287,6 +348,8 @@ fn what_cannot_be_is_refused_in_one_line_before_anything_is_written() {
     let place = Place::new();
     fs::create_dir(place.path("empty")).unwrap();
     fs::write(place.path("short"), "short").unwrap();
+    copy_directory(&place.path("model"), &place.path("mute"));
+    fs::remove_file(place.path("mute/tokenizer.json")).unwrap();
     let outputs = ["--metrics", "metrics", "--checkpoints", "run", "--export", "tuned"];
     for (options, expected) in [
         (&["--model", "nowhere"][..], "`nowhere`"),
@@ -294,6 +357,7 @@ fn what_cannot_be_is_refused_in_one_line_before_anything_is_written() {
         (&["--text", "nowhere"], "cannot read `nowhere`"),
         (&["--text", "short"], "the text has 5 tokens"),
         (&["--tokenizer", "empty"], "empty/tokenizer.json`"),
+        (&["--model", "mute"], "; --tokenizer tells where the tokenizer is"),
         (&["--batch", "5"], "a global batch of 5 rows cannot be divided among 2 ranks"),
         (&["--seq", "65"], "a sequence of 65 tokens is too long for a model of max_position_embeddings 64"),
         (&["--steps", "0"], "steps is 0"),
@@ -309,6 +373,7 @@ fn what_cannot_be_is_refused_in_one_line_before_anything_is_written() {
     ] {
         let message = place.refusal(&[&outputs[..], options].concat());
         assert!(message.contains(expected), "{options:?}: {message}");
+        assert!(message.matches("os error").count() < 2, "{message}");
         for name in ["metrics", "tuned", "run/.lock"] {
             assert!(!place.path(name).exists(), "{options:?} has left {name}");
         }

@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp::checkpoint::{Checkpoint, Checkpoints, Contents, Index};
 use fsdp::files::TensorFile;
 use fsdp::prelude::*;
+use fsdp_models::lora::LoraConfig;
 use fsdp_models::pretrained::{Pretrained, Weights};
 use fsdp_models::{Llama, LlamaConfig};
 use serde_json::Value;
@@ -144,7 +145,7 @@ alignment   element
 library     fsdp {version}, format 1
 files       2, 1.38 KiB, 432 B to 980 B each
 
-value
+value.member
 -----------------------  {rule}
 ema                      2
 optimizer.learning_rate  0.5
@@ -182,6 +183,8 @@ tensor of ema  dtype  shape   elements  bytes  parts  ranks
 weight         F32    [5, 8]        40  160 B      2  0-1
 ";
     assert_eq!(table, expected);
+    let message = place.refusal(&["inspect", "nowhere"]);
+    assert!(message.starts_with("error: cannot open `nowhere`: "), "{message}");
     let message = place.refusal(&["inspect", "run", "--section", "emma", "--json"]);
     let expected = "error: checkpoint `run/step-00000002` has no section `emma`: it has ema, model, \
                     optimizer.exp_avg, optimizer.exp_avg_sq\n";
@@ -280,6 +283,8 @@ fn verify_goes_through_checkpoints_and_directories_of_them() {
     assert_eq!(format!("{}\n", lines[5]), sound);
     assert_eq!(place.run(0, &["verify", "run/step-00000003"]), sound);
     fs::create_dir(place.path("empty")).unwrap();
+    let message = place.refusal(&["verify", "nowhere", "run/step-00000003"]);
+    assert!(message.starts_with("error: cannot open `nowhere`: "), "{message}");
     let message = place.refusal(&["verify", "empty", "run/step-00000003"]);
     assert_eq!(message, "error: `empty` is not a checkpoint: it has no `index.json`\n");
     // The listing has what can be read of the others.
@@ -394,6 +399,13 @@ fn an_export_has_the_tensors_bit_for_bit() {
     let options = ["export", "run", "ema", "--section", "ema", "--dtype", "bf16", "--max-shard-size", "50 B"];
     let expected = "ema: 3 tensors, 96 B\n2 of them from section `model`, as `ema` has none of their names\n";
     assert_eq!(place.run(0, &options), expected);
+    place.run(0, &["export", "run", "whole", "--section", "ema"]);
+    for pair in [["run", "whole"], ["whole", "run"]] {
+        let text = place.run(0, &["diff", pair[0], pair[1], "--section", "ema"]);
+        assert!(text.ends_with("\nthe same: 3 tensors\n"), "{text}");
+    }
+    let text = place.run(1, &["diff", "hf", "run", "--section", "ema"]);
+    assert!(text.contains("\nema:weight ") && text.ends_with("2 tensors are the same\n"), "{text}");
     let text = place.run(1, &["diff", "ema", "run"]);
     let expected = "
 dtype of      a     b
@@ -454,6 +466,33 @@ fn an_exported_llama_is_a_pretrained_one() {
 }
 
 #[test]
+fn adapters_are_not_exported_as_weights() {
+    let place = Place::new();
+    fs::write(place.path("config.json"), CONFIG).unwrap();
+    launch::local(2, |world| -> fsdp_models::Result<()> {
+        let mut model = Llama::new(&serde_json::from_str(CONFIG).unwrap())?;
+        model.add_adapters(&LoraConfig::default())?;
+        let model = model.fully_shard(&world.data_parallel_mesh())?;
+        Checkpoints::new(place.path("whole")).save(Contents::of(&model))?;
+        Checkpoints::new(place.path("alone")).save(Contents::of(&model).without_frozen())?;
+        Ok(())
+    })
+    .unwrap();
+    for run in ["whole", "alone"] {
+        for options in [&[][..], &["--config", "config.json"]] {
+            let message = place.refusal(&[&["export", run, "hf"][..], options].concat());
+            let expected = format!(
+                "error: checkpoint `{run}/step-00000000` is of low-rank adapters, 8 tensors of which \
+                 `model.layers.0.self_attn.q_proj.lora_A.weight` is the first: `finetune --resume --export DIR` writes \
+                 the model with them merged, `--export-adapters DIR` writes them alone\n"
+            );
+            assert_eq!(message, expected);
+            assert!(!place.path("hf").exists());
+        }
+    }
+}
+
+#[test]
 fn an_export_that_fails_leaves_nothing() {
     let place = Place::new();
     save_llama(&place.path("run"));
@@ -477,6 +516,8 @@ fn an_export_that_fails_leaves_nothing() {
     assert_eq!(message, "error: `run/step-00000000` is a checkpoint: export to another directory\n");
     let message = place.refusal(&["export", "run", "hf", "--max-shard-size", "much"]);
     assert!(message.contains("expected one as 5GB, 500 MiB or 4096"), "{message}");
+    let message = place.refusal(&["export", "run", "hf", "--max-shard-size", "0"]);
+    assert!(message.contains("`0` is no byte at all: expected at least 1"), "{message}");
     nothing();
 
     let (file, offset) = place_of(&place.path("run/step-00000000"), "model", "model.norm.weight", 0);

@@ -8,6 +8,7 @@ use fsdp::files::TensorFile;
 use fsdp::launch::{Launcher, World};
 use fsdp::prelude::*;
 use fsdp_models::lora::{LoraConfig, Targets, load_adapters, save_adapters, visit_merged_weights};
+use fsdp_models::pretrained::{SaveOptions, save_pretrained};
 use fsdp_models::{Llama, LlamaConfig, Result};
 
 fn config(tied: bool) -> LlamaConfig {
@@ -333,6 +334,21 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
     let message = outcome.unwrap_err().to_string();
     assert!(message.contains("q_proj.lora_A.weight (model [2, 24], file [3, 24])"), "{message}");
     assert!(message.contains("22 unexpected: base_model.model.lm_head"), "{message}");
+}
+
+#[test]
+fn an_adapted_model_is_not_saved_as_a_plain_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let messages = on_ranks(2, |world| {
+        let model = adapted(&world, &lora("q_proj,v_proj"), &FsdpConfig::default())?;
+        let config = config(false).to_json();
+        let saved = save_pretrained(&model, &config, &dir.path().join("plain"), &SaveOptions::default());
+        Ok(saved.unwrap_err().to_string())
+    });
+    let expected = "the model has adapters, 8 tensors of which `model.layers.0.self_attn.q_proj.lora_A.weight` is the \
+                    first: `save_merged` saves it with them merged, `save_adapters` saves them alone";
+    assert_eq!(messages, [expected, expected]);
+    assert!(!dir.path().join("plain").exists());
 }
 
 #[test]

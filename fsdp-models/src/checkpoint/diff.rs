@@ -74,7 +74,8 @@ fn label(section: &str, name: &str) -> String {
 /// Compares two sides: all sections of them, and the steps, seeds and values, or one section. Who wrote a checkpoint and
 /// how it is laid out is no difference. Calls `progress(elements done, elements in all)` as it goes.
 ///
-/// Pretrained weights are compared with one section, `model` if none is named.
+/// Pretrained weights are compared with one section, `model` if none is named; with an average as it is exported, that is with
+/// the weights and buffers that it has no average of.
 ///
 /// # Errors
 /// If there is no such section, a read fails, or something is damaged.
@@ -152,13 +153,17 @@ impl Differences {
 
     /// Finds the tensors of a section that both have, and puts down what differs but their values.
     fn pair(&mut self, a: &Side, b: &Side, section: &str, shared: &mut Vec<Shared>) {
-        let (in_a, mut in_b) = (a.tensors(section), b.tensors(section));
+        let weights = [a, b].map(|side| matches!(side, Side::Weights(_)));
+        let as_exported = weights.contains(&true) && !section.starts_with("optimizer.");
+        let [in_a, mut in_b] = [a, b].map(|side| side.tensors(section, as_exported));
         for (name, a) in in_a {
-            let label = label(section, &name);
             let Some(b) = in_b.remove(&name) else {
-                self.only_a.push(label);
+                self.only_a.push(label(&a.section, &name));
                 continue;
             };
+            // Pretrained weights have no sections of their own.
+            let section = if weights[0] { b.section } else { a.section };
+            let label = label(&section, &name);
             let pair = |a: String, b: String| PairDifference { name: label.clone(), a, b };
             if a.shape != b.shape {
                 self.shapes.push(pair(dims(&a.shape), dims(&b.shape)));
@@ -169,12 +174,12 @@ impl Differences {
                 self.dtypes.push(pair(a.dtype, b.dtype));
             }
             if a.readable && b.readable {
-                shared.push(Shared { section: section.to_owned(), name, shape: a.shape, dtypes_differ });
+                shared.push(Shared { section, name, shape: a.shape, dtypes_differ });
             } else {
                 self.unread.push(label);
             }
         }
-        self.only_b.extend(in_b.into_keys().map(|name| label(section, &name)));
+        self.only_b.extend(in_b.into_iter().map(|(name, b)| label(&b.section, &name)));
     }
 }
 

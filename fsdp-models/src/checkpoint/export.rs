@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::LlamaConfig;
 use crate::config::ConfigError;
+use crate::lora::adapter_of;
 use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
 
 /// Elements copied at a time.
@@ -55,7 +56,8 @@ pub struct Exported {
 /// An average is exported with the weights and buffers that it has no average of.
 ///
 /// # Errors
-/// If there is no such section, or it is state of the optimizer; if the tensors are not those of the model that the
+/// If there is no such section, or it is state of the optimizer; if it has [adapters](crate::lora), which are no weights of a
+/// plain model; if the tensors are not those of the model that the
 /// configuration describes, all differences at once; if something is damaged; if a value becomes infinite in the dtype; if
 /// something cannot be written. `dir` is as it was, except where writing fails at the very end.
 pub fn export(
@@ -92,6 +94,21 @@ fn sources<'a>(
     if dir.join(INDEX_FILE).exists() {
         return refused(format!("`{}` is a checkpoint: export to another directory", dir.display()));
     }
+    let sources = with_weights(checkpoint, section)?;
+    let adapters = sources.keys().filter(|name| adapter_of(name).is_some());
+    if let Some(first) = adapters.clone().next() {
+        return refused(format!(
+            "checkpoint `{}` is of low-rank adapters, {} tensors of which `{first}` is the first: `finetune --resume --export DIR` \
+             writes the model with them merged, `--export-adapters DIR` writes them alone",
+            checkpoint.path().display(),
+            adapters.count()
+        ));
+    }
+    Ok(sources)
+}
+
+/// The tensors of a section, and those of the weights that it has none of.
+fn with_weights<'a>(checkpoint: &'a Checkpoint, section: &'a str) -> crate::Result<Sources<'a>> {
     let mut sources: Sources<'_> = BTreeMap::new();
     let model = checkpoint.index().tensors.get(MODEL).into_iter().flatten();
     sources.extend(model.map(|(name, _)| (name.as_str(), MODEL)));

@@ -10,9 +10,11 @@ mod progress;
 mod sides;
 mod summary;
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use fsdp::checkpoint::{Checkpoints, INDEX_FILE};
+use fsdp::files::FileError;
 
 pub use diff::{Differences, PairDifference, diff};
 pub use elements::{Largest, ValueDifference};
@@ -24,9 +26,11 @@ pub use summary::{Listing, list, summary, summary_json};
 /// The checkpoint at `path`: `path` itself, or the latest one in it if it is a directory of checkpoints.
 ///
 /// # Errors
-/// If the directory cannot be read. A path at which there is neither is returned as it is: to open it tells so.
+/// If there is nothing at `path`, or the directory cannot be read. A path at which there is neither is returned as it is: to
+/// open it tells so.
 pub fn find(path: &Path) -> crate::Result<PathBuf> {
-    if path.join(INDEX_FILE).exists() || !path.is_dir() {
+    let found = fs::metadata(path).map_err(FileError::on("open", path))?;
+    if path.join(INDEX_FILE).exists() || !found.is_dir() {
         return Ok(path.to_path_buf());
     }
     Ok(Checkpoints::new(path).latest()?.unwrap_or_else(|| path.to_path_buf()))

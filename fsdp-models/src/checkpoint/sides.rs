@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-use fsdp::checkpoint::{Checkpoint, INDEX_FILE, StoredDtype};
+use fsdp::checkpoint::{Checkpoint, INDEX_FILE, MODEL, StoredDtype};
 
 use super::elements::Elements;
 use super::facts::ranks_text;
@@ -42,6 +42,8 @@ impl fmt::Display for Side {
 pub(super) struct Described {
     pub dtype: String,
     pub shape: Vec<usize>,
+    /// The section that it is in.
+    pub section: String,
     /// Its values can be read.
     pub readable: bool,
 }
@@ -75,24 +77,29 @@ impl Side {
         }
     }
 
-    /// The tensors of a section, none if there is no such section.
-    pub(super) fn tensors(&self, section: &str) -> BTreeMap<String, Described> {
+    /// The tensors of a section, none if there is no such section; `as_exported`, with the weights that an average has none of.
+    pub(super) fn tensors(&self, section: &str, as_exported: bool) -> BTreeMap<String, Described> {
         match self {
             Side::Checkpoint(checkpoint) => {
-                let tensors = checkpoint.index().tensors.get(section).into_iter().flatten();
-                let described = tensors.map(|(name, tensor)| {
-                    let (dtype, shape) = (tensor.dtype.to_string(), tensor.shape.clone());
-                    (name.clone(), Described { dtype, shape, readable: true })
-                });
-                described.collect()
+                let stored = &checkpoint.index().tensors;
+                let of = |section: &str| {
+                    let tensors = stored.get(section).into_iter().flatten();
+                    let section = section.to_owned();
+                    tensors.map(move |(name, tensor)| {
+                        let (dtype, shape) = (tensor.dtype.to_string(), tensor.shape.clone());
+                        (name.clone(), Described { dtype, shape, section: section.clone(), readable: true })
+                    })
+                };
+                let weights = as_exported.then(|| of(MODEL)).into_iter().flatten();
+                weights.chain(of(section)).collect()
             }
             Side::Weights(weights) => {
                 let described = weights.found().into_iter().map(|found| {
                     let dtype = weights.dtype(found.name).unwrap_or_default();
                     let file = weights.file_of(found.name);
                     let readable = file.is_none_or(|file| file.dtype(found.name).is_some());
-                    let shape = found.shape.to_vec();
-                    (found.name.to_owned(), Described { dtype, shape, readable })
+                    let (shape, section) = (found.shape.to_vec(), section.to_owned());
+                    (found.name.to_owned(), Described { dtype, shape, section, readable })
                 });
                 described.collect()
             }

@@ -105,7 +105,7 @@ pub fn summary(checkpoint: &Checkpoint, sections: &[String]) -> crate::Result<St
     };
     let mut text = format!("{}\n{}\n", checkpoint.path().display(), facts(index));
     if !index.values.is_empty() {
-        let mut table = Table::new([("value", Left), ("", Left)]);
+        let mut table = Table::new([("value.member", Left), ("", Left)]);
         for (name, value) in flatten(&index.values) {
             table.row([printable(&name), shown(&value)]);
         }

@@ -64,6 +64,17 @@ pub enum PretrainedError {
         /// What it was to be stored in.
         dtype: StoredDtype,
     },
+    /// A model that is not a plain one.
+    #[error(
+        "the model has adapters, {count} tensors of which `{name}` is the first: `save_merged` saves it with them merged, \
+         `save_adapters` saves them alone"
+    )]
+    Adapted {
+        /// The first of the adapters' tensors.
+        name: String,
+        /// How many there are.
+        count: usize,
+    },
     /// A parameter of which each rank has a part by tensor parallelism.
     #[error("parameter `{name}` is cut in {parts} by tensor parallelism: only whole ones can be saved")]
     Cut {

@@ -5,6 +5,7 @@
 
 mod error;
 pub(crate) mod gguf;
+mod identity;
 mod index;
 mod load;
 mod save;
@@ -23,6 +24,7 @@ use serde_json::{Map, Value};
 
 pub use error::PretrainedError;
 pub use gguf::GgufFile;
+pub use identity::Identity;
 pub use index::ShardedTensorFiles;
 pub use load::{LoadReport, Strictness};
 pub(crate) use save::save_shown;

@@ -1,5 +1,6 @@
 //! A model's weights out of its shards into a directory of Hugging Face's.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
@@ -8,9 +9,10 @@ use fsdp::files::{AtomicFile, FileError, StoredDtype};
 use fsdp::spec::{Dtype, ParamSpec};
 use serde_json::{Map, Value, json};
 
-use super::Pretrained;
 use super::error::PretrainedError;
 use super::writer::{PretrainedWriter, StoredTensor};
+use super::{Pretrained, params_of};
+use crate::lora::adapter_of;
 use crate::{LlamaConfig, Tokenizer};
 
 /// How a model is saved.
@@ -20,7 +22,8 @@ pub struct SaveOptions<'a> {
     pub dtype: Option<Dtype>,
     /// Most bytes of the tensors in one file; a larger tensor has a file of its own.
     pub max_shard_bytes: u64,
-    /// Saved beside the weights.
+    /// Saved beside the weights. Without it the directory is a model that takes and gives token ids: whoever uses it needs to be
+    /// told of a tokenizer, as [`Tokenizer::open`] finds none there.
     pub tokenizer: Option<&'a Tokenizer>,
 }
 
@@ -59,8 +62,9 @@ impl Default for SaveOptions<'_> {
 ///
 /// # Errors
 /// The place is not writable, which is found before anything is gathered; a finite value that the dtype cannot hold; a model
-/// that tensor parallelism cuts; a failed write. All ranks get the same error, and files that were there stay as they are,
-/// except where writing fails at the very end.
+/// that tensor parallelism cuts; one with [adapters](crate::lora), which [`Pretrained::save_merged`] saves; a `config` of a Llama
+/// that has other tensors; a failed write. All ranks get the same error, and files that were there stay as they are, except
+/// where writing fails at the very end.
 pub fn save_pretrained<M>(
     model: &Fsdp<M>,
     config: &Map<String, Value>,
@@ -68,6 +72,11 @@ pub fn save_pretrained<M>(
     options: &SaveOptions<'_>,
 ) -> crate::Result<()> {
     let params: Vec<&ParamSpec> = model.layout().params.iter().collect();
+    let adapters = params.iter().filter(|spec| adapter_of(&spec.name).is_some());
+    if let Some(spec) = adapters.clone().next() {
+        let (name, count) = (spec.name.clone(), adapters.count());
+        return Err(PretrainedError::Adapted { name, count }.into());
+    }
     save_shown(model, &params, config, dir, options, |visit| model.visit_weights(visit))
 }
 
@@ -84,6 +93,7 @@ pub(crate) fn save_shown<M>(
     visit_all: impl FnOnce(Visit<'_>) -> fsdp::Result<()>,
 ) -> crate::Result<()> {
     let writer = stored(params, options.dtype).and_then(|tensors| {
+        check_config(config, &tensors, dir)?;
         (model.rank() == 0)
             .then(|| PretrainedWriter::create(dir, &tensors, options.max_shard_bytes))
             .transpose()
@@ -139,6 +149,36 @@ fn stored(params: &[&ParamSpec], dtype: Option<Dtype>) -> crate::Result<Vec<Stor
         tensors.map(move |tensor| StoredTensor { name: tensor.name.to_owned(), shape: tensor.shape, dtype })
     });
     Ok(tensors.collect())
+}
+
+/// Makes sure that a Llama's configuration describes the tensors that are saved. Others are not known here.
+fn check_config(config: &Map<String, Value>, tensors: &[StoredTensor], dir: &Path) -> crate::Result<()> {
+    if config.get("model_type").and_then(Value::as_str) != Some("llama") {
+        return Ok(());
+    }
+    let contradicts = |reason| PretrainedError::Contradiction { path: dir.to_path_buf(), reason };
+    let described: LlamaConfig = serde_json::from_value(Value::Object(config.clone()))
+        .map_err(|error| contradicts(format!("it is none of a Llama: {error}")))?;
+    let params = params_of(&described)?;
+    let described: BTreeMap<&str, Vec<usize>> =
+        params.iter().flat_map(ParamSpec::tensors).map(|tensor| (tensor.name, tensor.shape)).collect();
+    for StoredTensor { name, shape, .. } in tensors {
+        match described.get(name.as_str()) {
+            Some(described) if described == shape => {}
+            Some(described) => {
+                let reason = format!("`{name}` is {shape:?}, by the configuration {described:?}");
+                return Err(contradicts(reason).into());
+            }
+            None => {
+                return Err(contradicts(format!("the configuration has no `{name}`")).into());
+            }
+        }
+    }
+    let saved: BTreeSet<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+    match described.keys().find(|name| !saved.contains(*name)) {
+        Some(name) => Err(contradicts(format!("it has no `{name}`, which the configuration has")).into()),
+        None => Ok(()),
+    }
 }
 
 fn write(writer: &mut PretrainedWriter, spec: &ParamSpec, values: &[f32]) -> crate::Result<()> {

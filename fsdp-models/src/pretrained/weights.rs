@@ -125,9 +125,10 @@ impl Weights {
     }
 }
 
-/// Whether a file begins as a GGUF file does.
+/// Whether a file begins as a GGUF file does, or has the name of one.
 pub(crate) fn is_gguf(path: &Path) -> Result<bool, FileError> {
     let mut file = File::open(path).map_err(FileError::on("open", path))?;
     let mut magic = [0; 4];
-    Ok(file.read_exact(&mut magic).is_ok() && magic == *b"GGUF")
+    let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    Ok(named || (file.read_exact(&mut magic).is_ok() && magic == *b"GGUF"))
 }

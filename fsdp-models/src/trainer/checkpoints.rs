@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::options::TrainError;
 use crate::data::{Batches, DataCursor};
 use crate::llama::Llama;
+use crate::pretrained::Identity;
 
 /// The value of a checkpoint that holds what is the loop's own.
 const RUN: &str = "run";
@@ -32,6 +33,9 @@ pub struct CheckpointOptions {
     pub keep: usize,
     /// Go on from the latest one, if there is one, instead of beginning.
     pub resume: bool,
+    /// The pretrained model that the run begins with, if it does: it goes on with the same one only. What adapters leave frozen
+    /// is then neither saved nor restored: the model has it from there before [`train`](super::train) is called.
+    pub base: Option<Identity>,
 }
 
 /// A run's checkpoints: opened once, before ranks are started.
@@ -39,6 +43,8 @@ pub struct CheckpointOptions {
 pub struct RunCheckpoints {
     store: Checkpoints,
     every: usize,
+    resume: bool,
+    base: Option<Identity>,
     from: Option<(PathBuf, RunState)>,
 }
 
@@ -52,18 +58,20 @@ struct RunState {
     loss_scale: Option<LossScalerState>,
     /// Of adapters, whose tensors do not tell it.
     adapter_scale: Option<f64>,
+    /// The pretrained model, which has what is frozen.
+    base: Option<Identity>,
 }
 
 impl RunCheckpoints {
     /// Makes the directory, or finds the checkpoint that the run goes on from: it may be of any number of ranks and any
-    /// strategy, but `data` must serve the same samples in the same order.
+    /// strategy, but `data` must serve the same samples in the same order, and the pretrained model must be the same.
     ///
     /// # Errors
     /// An interval or a number of 0; a directory that has checkpoints already, if the run is to begin; one that does not
-    /// exist, if it is to go on; a checkpoint that cannot be read, is of other data, or was not saved by
-    /// [`train`](super::train).
+    /// exist, if it is to go on; a checkpoint that cannot be read, is of other data or of another pretrained model, or was not
+    /// saved by [`train`](super::train).
     pub fn open(options: &CheckpointOptions, data: &dyn Batches) -> crate::Result<Self> {
-        let CheckpointOptions { directory, every, keep, resume } = options;
+        let CheckpointOptions { directory, every, keep, resume, base } = options;
         for (option, value) in [("the interval of checkpoints", *every), ("the checkpoints to keep", *keep)] {
             if value == 0 {
                 return Err(TrainError::Zero { option }.into());
@@ -78,13 +86,17 @@ impl RunCheckpoints {
             Some(path) if !resume => {
                 return Err(TrainError::HasCheckpoints { directory: directory.clone(), latest: path }.into());
             }
-            Some(path) => Some(Self::look(path, data)?),
+            Some(path) => Some(Self::look(path, data, base.as_ref())?),
             None => None,
         };
-        Ok(RunCheckpoints { store, every: *every, from })
+        Ok(RunCheckpoints { store, every: *every, resume: *resume, base: base.clone(), from })
     }
 
-    fn look(path: PathBuf, data: &dyn Batches) -> crate::Result<(PathBuf, RunState)> {
+    fn look(
+        path: PathBuf,
+        data: &dyn Batches,
+        base: Option<&Identity>,
+    ) -> crate::Result<(PathBuf, RunState)> {
         let checkpoint = Checkpoint::open(&path).map_err(fsdp::Error::from)?;
         let state: RunState = checkpoint.value(RUN).map_err(fsdp::Error::from)?;
         for (what, count) in [("samples", state.data.samples), ("steps", state.steps as u64)] {
@@ -95,6 +107,10 @@ impl RunCheckpoints {
             }
         }
         data.resume(&state.data)?;
+        let fingerprint = |base: Option<&Identity>| base.map(|base| base.fingerprint.clone());
+        if fingerprint(state.base.as_ref()) != fingerprint(base) {
+            return Err(TrainError::OtherBase { before: state.base, now: base.cloned() }.into());
+        }
         Ok((path, state))
     }
 
@@ -106,6 +122,19 @@ impl RunCheckpoints {
     /// The checkpoint that the run goes on from.
     pub fn resumed(&self) -> Option<&Path> {
         self.from.as_ref().map(|(path, _)| path.as_path())
+    }
+
+    /// A line that tells where a run that is to go on for `steps` steps in all begins.
+    pub fn beginning(&self, steps: usize) -> Option<String> {
+        Some(match &self.from {
+            None if !self.resume => return None,
+            None => format!("no checkpoint in `{}`: the run begins anew", self.store.directory().display()),
+            Some((path, state)) if state.steps >= steps => {
+                let (path, done) = (path.display(), state.steps);
+                format!("the run is complete: `{path}` is of step {done}, and {steps} are asked for")
+            }
+            Some((path, state)) => format!("going on after step {}, from `{}`", state.steps, path.display()),
+        })
     }
 
     /// Samples that the run has been served so far.
@@ -125,7 +154,9 @@ impl RunCheckpoints {
         if state.adapter_scale != scale {
             return Err(TrainError::OtherAdapters { before: state.adapter_scale, now: scale }.into());
         }
-        Restore::new(model).optimizer(optimizer).from(path)?;
+        let frozen = saves_frozen(model, self.base.as_ref());
+        let restore = Restore::new(model).optimizer(optimizer);
+        if frozen { restore } else { restore.without_frozen() }.from(path)?;
         if let (Some(scaler), Some(scale)) = (scaler, state.loss_scale) {
             scaler.set_state(scale);
         }
@@ -134,7 +165,8 @@ impl RunCheckpoints {
 
     /// One for each rank.
     pub(super) fn saver(&self) -> Saver {
-        Saver { saver: self.store.clone().in_background(), every: self.every }
+        let (saver, base) = (self.store.clone().in_background(), self.base.clone());
+        Saver { saver, every: self.every, base }
     }
 }
 
@@ -143,10 +175,17 @@ fn adapter_scale(model: &Fsdp<Llama>) -> Option<f64> {
     model.module().lora().map(|lora| lora.scale())
 }
 
+/// Whether checkpoints have the weights that are not trained: beside adapters they are nearly all, and the pretrained model
+/// has them.
+fn saves_frozen(model: &Fsdp<Llama>, base: Option<&Identity>) -> bool {
+    base.is_none() || model.module().lora().is_none()
+}
+
 /// Saves while the training goes on.
 pub(super) struct Saver {
     saver: BackgroundSaver,
     every: usize,
+    base: Option<Identity>,
 }
 
 impl Saver {
@@ -168,8 +207,11 @@ impl Saver {
             data,
             loss_scale: scaler.map(LossScaler::state),
             adapter_scale: adapter_scale(model),
+            base: self.base.clone(),
         };
-        self.saver.save(Contents::of(model).optimizer(optimizer).value(RUN, &state))?;
+        let contents = Contents::of(model).optimizer(optimizer).value(RUN, &state);
+        let frozen = saves_frozen(model, self.base.as_ref());
+        self.saver.save(if frozen { contents } else { contents.without_frozen() })?;
         Ok(())
     }
 
@@ -200,7 +242,7 @@ mod tests {
             let model = Param::new(3).fully_shard(&DeviceMesh::single()).unwrap();
             Checkpoints::new(dir.path()).save(Contents::of(&model).value(RUN, &state)).unwrap();
             let directory = dir.path().to_path_buf();
-            let options = CheckpointOptions { directory, every: 1, keep: 1, resume: true };
+            let options = CheckpointOptions { directory, every: 1, keep: 1, resume: true, base: None };
             RunCheckpoints::open(&options, &data).map(|run| (run.first_step(), run.served()))
         };
         assert_eq!(open(3, 6).unwrap(), (3, 6));

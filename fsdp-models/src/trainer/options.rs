@@ -7,6 +7,7 @@ use fsdp::optim::{AdamW, CosineSchedule, Optimizer};
 
 use crate::config::LlamaConfig;
 use crate::data::{Batches, Part};
+use crate::pretrained::Identity;
 
 /// Settings of a training run. The same on all ranks.
 #[derive(Clone, Debug)]
@@ -163,6 +164,14 @@ pub enum TrainError {
         /// Where its checkpoints should be.
         directory: PathBuf,
     },
+    /// The tensors would fit, but what is trained was trained beside others.
+    #[error("the run began with {}, it is given {}: give the same pretrained model", base(.before), base(.now))]
+    OtherBase {
+        /// What a checkpoint says.
+        before: Option<Identity>,
+        /// What is given now.
+        now: Option<Identity>,
+    },
     /// The tensors would fit, the arithmetic would not.
     #[error(
         "the run was trained with {}, the model has {}: give the same alpha and rank", adapters(.before), adapters(.now)
@@ -199,6 +208,10 @@ pub enum TrainError {
 
 fn adapters(scale: &Option<f64>) -> String {
     scale.map_or_else(|| "no adapters".into(), |scale| format!("adapters of alpha / rank {scale}"))
+}
+
+fn base(base: &Option<Identity>) -> String {
+    base.as_ref().map_or_else(|| "no pretrained model".into(), Identity::to_string)
 }
 
 fn hint(checked: &bool) -> &'static str {

@@ -46,6 +46,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         number.parse::<f64>().ok().zip(unit).map(|(number, (_, unit))| (number * unit as f64).round());
     match bytes {
         Some(bytes) if bytes >= 1.0 && bytes < u64::MAX as f64 => Ok(bytes as u64),
+        Some(0.0) => Err(format!("`{text}` is no byte at all: expected at least 1")),
         _ => Err(format!("`{text}` is no number of bytes: expected one as 5GB, 500 MiB or 4096")),
     }
 }

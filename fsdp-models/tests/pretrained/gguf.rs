@@ -1,13 +1,15 @@
 //! GGUF files of Llamas.
 
+use std::fs;
+use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::Value;
+use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{Device, Tensor};
 use fsdp::prelude::*;
 use fsdp_models::pretrained::{GgufFile, Pretrained, Strictness};
-use fsdp_models::{Llama, LlamaConfig};
+use fsdp_models::{Llama, LlamaConfig, Tokenizer};
 use safetensors::Dtype;
 
 use super::fixtures::{
@@ -204,4 +206,41 @@ fn scaled_frequencies_and_biases_are_unexpected() {
     let model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
     let message = pretrained.load(&model, Strictness::Strict).unwrap_err().to_string();
     assert!(message.ends_with("2 unexpected: blk.0.attn_q.bias, rope_freqs.weight"), "{message}");
+}
+
+#[test]
+fn a_file_that_is_cut_names_the_first_tensor_that_it_lacks() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, _) = written(dir.path(), &config(true), GgmlDType::Q8_0);
+    let whole = fs::read(&path).unwrap();
+    let first = {
+        let content = Content::read(&mut Cursor::new(&whole)).unwrap();
+        let infos = content.tensor_infos.into_iter();
+        infos.min_by_key(|(_, info)| info.offset).map(|(name, _)| name).unwrap()
+    };
+    // A map of other keys goes through its tensors in another order each time.
+    for _ in 0..8 {
+        fs::write(&path, &whole[..whole.len() - tensor_bytes(&whole)]).unwrap();
+        let message = GgufFile::open(&path).unwrap_err().to_string();
+        assert!(message.contains(&format!("tensor `{first}` of ")), "{first}: {message}");
+    }
+}
+
+/// Bytes of the tensors of a GGUF file.
+fn tensor_bytes(file: &[u8]) -> usize {
+    let content = Content::read(&mut Cursor::new(file)).unwrap();
+    file.len() - content.tensor_data_offset as usize
+}
+
+#[test]
+fn a_file_by_the_name_of_one_is_not_taken_for_something_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, _) = written(dir.path(), &config(true), GgmlDType::F32);
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[0] = b'g';
+    fs::write(&path, bytes).unwrap();
+    let expected =
+        format!("`{}` is not a valid GGUF file: at byte 0: it does not begin with `GGUF`", path.display());
+    assert_eq!(Pretrained::open(&path).unwrap_err().to_string(), expected);
+    assert_eq!(Tokenizer::open(&path).unwrap_err().to_string(), expected);
 }

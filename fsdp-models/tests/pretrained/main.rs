@@ -3,6 +3,7 @@
 mod fixtures;
 mod gguf;
 mod hostile;
+mod identity;
 mod indexed;
 mod load;
 mod save;

@@ -241,3 +241,36 @@ fn what_came_with_a_model_goes_with_it() {
     assert_eq!((&saved["bos_token_id"], &saved["torch_dtype"]), (&json!(17), &json!("float32")));
     assert_eq!(saved.get("dtype"), None);
 }
+
+#[test]
+fn a_configuration_of_another_llama_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for (other, reason) in [
+        (
+            LlamaConfig { num_hidden_layers: 3, ..config(true) },
+            "it has no `model.layers.2.input_layernorm.weight`, which the configuration has",
+        ),
+        (
+            LlamaConfig { num_hidden_layers: 1, ..config(true) },
+            "the configuration has no `model.layers.1.input_layernorm.weight`",
+        ),
+        (config(false), "it has no `lm_head.weight`, which the configuration has"),
+        (
+            LlamaConfig { vocab_size: 41, ..config(true) },
+            "`model.embed_tokens.weight` is [40, 64], by the configuration [41, 64]",
+        ),
+    ] {
+        let place = dir.path().join("saved");
+        let messages = launch::local(2, |world| -> fsdp_models::Result<String> {
+            let model = Llama::new(&config(true))?.fully_shard(&world.data_parallel_mesh())?;
+            let saved = save_pretrained(&model, &other.to_json(), &place, &SaveOptions::default());
+            Ok(saved.unwrap_err().to_string())
+        });
+        for message in messages.unwrap() {
+            let expected =
+                format!("`{}` is of another model than its configuration: {reason}", place.display());
+            assert!(message.contains(&expected), "{message}");
+        }
+        assert!(!place.exists());
+    }
+}

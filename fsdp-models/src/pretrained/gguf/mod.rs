@@ -92,7 +92,10 @@ impl GgufFile {
             reason: format!("is `llama`, but {error}"),
         })?;
         let mut tensors = BTreeMap::new();
-        for (name, info) in &content.tensor_infos {
+        let mut infos: Vec<_> = content.tensor_infos.iter().collect();
+        // In the order of the file: what is wrong first is always the same.
+        infos.sort_by_key(|(name, info)| (info.offset, name.as_str()));
+        for (name, info) in infos {
             let (known, rotary) = translate(name).unwrap_or_else(|| (name.clone(), None));
             let tensor = GgufTensor {
                 dtype: info.ggml_dtype,
@@ -229,6 +232,20 @@ impl GgufFile {
             filled += wanted;
         }
         Ok(())
+    }
+
+    /// Reads elements in the order of the file and as they are stored: whole blocks.
+    pub(super) fn read_blocks(
+        &self,
+        name: &str,
+        start: usize,
+        len: usize,
+    ) -> Result<Vec<u8>, PretrainedError> {
+        let tensor = self.tensors.get(name);
+        let tensor = tensor.ok_or_else(|| self.refused(name, "is not in the file".into()))?;
+        let mut bytes = vec![0; tensor.bytes(len)];
+        self.file.read_at(tensor.offset + tensor.bytes(start) as u64, &mut bytes)?;
+        Ok(bytes)
     }
 
     fn refused(&self, name: &str, reason: String) -> PretrainedError {
