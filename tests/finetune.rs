@@ -1,6 +1,8 @@
 //! `examples/finetune.rs` as a user runs it: what is trained and exported, a run that is killed and goes on, and what is
 //! said of what cannot be.
 
+mod support;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -15,22 +17,9 @@ use fsdp_models::{Llama, LlamaConfig, Tokenizer};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The program, built in this test's profile: a run of one test target alone does not build examples.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--workspace", "--example", "finetune"]);
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        let build = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap();
-        assert!(build.success());
-        // This test is target/PROFILE/deps/NAME.
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().and_then(Path::parent).unwrap();
-        profile.join("examples").join(format!("finetune{}", std::env::consts::EXE_SUFFIX))
-    })
+    PROGRAM.get_or_init(|| support::example("finetune"))
 }
 
 fn config() -> LlamaConfig {

@@ -1,5 +1,7 @@
 //! `examples/fsdp-checkpoint.rs` as a user runs it.
 
+mod support;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,22 +17,9 @@ use fsdp_models::{Llama, LlamaConfig};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The program, built in this test's profile: a run of one test target alone does not build examples.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--workspace", "--example", "fsdp-checkpoint"]);
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        let build = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap();
-        assert!(build.success());
-        // This test is target/PROFILE/deps/NAME.
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().and_then(Path::parent).unwrap();
-        profile.join("examples").join(format!("fsdp-checkpoint{}", std::env::consts::EXE_SUFFIX))
-    })
+    PROGRAM.get_or_init(|| support::example("fsdp-checkpoint"))
 }
 
 struct Place(TempDir);

@@ -1,6 +1,8 @@
 //! `examples/train_llama.rs` as a user runs it: what it writes, and what it says when it is asked for what
 //! cannot be.
 
+mod support;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -10,22 +12,9 @@ use fsdp::files::{TensorFile, save_f32};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The program, built in this test's profile: a run of one test target alone does not build examples.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--workspace", "--example", "train_llama"]);
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        let build = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap();
-        assert!(build.success());
-        // This test is target/PROFILE/deps/NAME.
-        let test = std::env::current_exe().unwrap();
-        let profile = test.parent().and_then(Path::parent).unwrap();
-        profile.join("examples").join(format!("train_llama{}", std::env::consts::EXE_SUFFIX))
-    })
+    PROGRAM.get_or_init(|| support::example("train_llama"))
 }
 
 /// A model that trains in no time, on a text of its own.

@@ -6,7 +6,7 @@ use std::any::Any;
 ///
 /// Each message stands alone: it says which rank reports, which collective of which unit it was in, what was
 /// expected and what came. Ranks are world ranks.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 pub enum CommError {
     /// The ranks of the group are not in the same collective.
     #[error("rank {rank}: {message}")]

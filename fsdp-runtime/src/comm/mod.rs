@@ -1,19 +1,27 @@
 //! Collectives on streams, each with a tag that says what it is for.
 
+mod arguments;
+mod call;
 mod device_mesh;
 mod error;
+mod ledger;
 pub mod local;
+#[cfg(feature = "cuda-driver")]
+pub mod nccl;
+pub mod tcp;
+mod traffic;
 
 use std::sync::Arc;
 
 pub use device_mesh::DeviceMesh;
 pub use error::CommError;
 pub(crate) use error::panic_text;
+pub use ledger::Control;
 
 use crate::device::{Slice, Stream};
 
 /// Part of the training step a collective belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Phase {
     /// Building, sharding, loading.
     Setup,
@@ -85,7 +93,7 @@ pub struct Reduce {
 }
 
 /// Reduction of small host values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum HostOp {
     /// Sum in rank order.
     Sum,
@@ -156,6 +164,12 @@ pub trait Communicator: Send + Sync {
     /// their calls. Nothing is sent. A backend that compares tags compares the states too: ranks whose states differ
     /// get an error that tells them, from the next collective of this communicator or of one made of it.
     fn note(&self, _state: &str) {}
+
+    /// What a communicator of devices is made on, see [`Control`]: that of this one's ranks, if they are known to each
+    /// other on the host.
+    fn control(&self) -> Option<Control> {
+        None
+    }
 
     /// Traffic of this rank so far, by operation, all duplicates of the communicator together.
     fn counters(&self) -> Vec<(&'static str, CommCounter)>;

@@ -203,7 +203,7 @@ thread_local! {
 }
 
 /// Leaves `worker` to this thread's scope, or gives it back if there is none.
-fn defer_join(worker: JoinHandle<()>) -> Option<JoinHandle<()>> {
+pub(crate) fn defer_join(worker: JoinHandle<()>) -> Option<JoinHandle<()>> {
     DEFERRED
         .try_with(|deferred| match &mut *deferred.borrow_mut() {
             Some(workers) => {

@@ -22,7 +22,7 @@ mod device;
 #[path = "../../../fsdp-runtime/src/comm/mod.rs"]
 mod comm;
 
-#[path = "../../../fsdp-runtime/src/launch.rs"]
+#[path = "../../../fsdp-runtime/src/launch/mod.rs"]
 mod launch;
 
 mod memory;

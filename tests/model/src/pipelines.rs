@@ -24,7 +24,8 @@ pub fn train(inner: usize, outer: usize, schedules: usize) {
 
 fn trained(inner: usize, outer: usize) {
     let setting = Setting::choose(inner, outer);
-    let outcome = launch(inner * outer, |world| Rank::new(Host, setting, &world, None)?.train());
+    let outcome =
+        launch(inner * outer, |world| Rank::new(Host, setting, &**world.communicator(), None)?.train());
     assert!(outcome.is_ok(), "{setting:?}: {}", outcome.unwrap_err());
 }
 
@@ -35,7 +36,7 @@ pub fn fail_together(schedules: usize) {
         let (culprit, fuse) = (choose(2), choose(6));
         let outcome = launch(2, |world| {
             let fuse = (world.rank() == culprit).then_some(fuse);
-            Rank::new(Host, setting, &world, fuse)?.train()
+            Rank::new(Host, setting, &**world.communicator(), fuse)?.train()
         });
         let Err(LaunchError::Ranks { first, others }) = outcome else { panic!("{setting:?}: {outcome:?}") };
         assert_eq!((first.rank, others.len()), (culprit, 1), "{setting:?}: {first}, {others:?}");

@@ -4,7 +4,7 @@
 //! at the same time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why
 //! that is sound). Sums are taken in rank order, so that every run gives the same bits.
 
-mod call;
+mod ledger;
 mod reduce;
 mod rendezvous;
 mod shake;
@@ -17,13 +17,14 @@ use std::sync::Arc;
 
 pub use self::world::{LocalOptions, LocalWorld};
 
-use self::call::Call;
 use self::rendezvous::{Endpoint, Meeting, Payload};
 use self::shake::Place;
 use self::site::{Host, Site};
+use super::arguments::{Caller, same_place, share};
+use super::call::Call;
+use super::ledger::Control;
 use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
-use crate::spec::Dtype;
 
 /// A rank's communicator in a [`LocalWorld`], or a duplicate of it.
 ///
@@ -37,8 +38,9 @@ impl LocalComm {
         LocalComm { endpoint: Arc::new(endpoint) }
     }
 
-    fn invalid(&self, call: &Call, message: String) -> CommError {
-        CommError::Invalid { rank: self.endpoint.rank, message: format!("{call}: {message}") }
+    fn caller(&self) -> Caller {
+        let Endpoint { rank, index, members, .. } = &*self.endpoint;
+        Caller { rank: *rank, index: *index, size: members.len() }
     }
 
     /// Enqueues `call`: peers may read `payload` while `work` runs; `from_peers` bytes come from them.
@@ -76,48 +78,6 @@ impl LocalComm {
         self.endpoint.count(op, gathered.iter().map(Vec::len).sum::<usize>() - own);
         Ok(gathered)
     }
-
-    /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its
-    /// place.
-    fn check_share(
-        &self,
-        call: &Call,
-        i: usize,
-        (whole, whole_name): (&Slice, &str),
-        (part, part_name): (&Slice, &str),
-    ) -> Result<(), CommError> {
-        let (rank, size) = (self.rank(), self.size());
-        if whole.len() != size * part.len() {
-            let message = format!(
-                "part {i}: {whole_name} has {} elements, expected {size} ranks x {} of {part_name}",
-                whole.len(),
-                part.len()
-            );
-            return Err(self.invalid(call, message));
-        }
-        if overlap(whole, part) && !same_place(&share(whole, rank, size), part) {
-            let message = format!(
-                "part {i}: {part_name} overlaps {whole_name} without being its part of rank {rank}, elements {:?}",
-                rank * part.len()..(rank + 1) * part.len()
-            );
-            return Err(self.invalid(call, message));
-        }
-        Ok(())
-    }
-}
-
-/// The part of `whole` that belongs to `rank`: all have the same length, or differ by one element.
-fn share(whole: &Slice, rank: usize, size: usize) -> Slice {
-    whole.range(rank * whole.len() / size..(rank + 1) * whole.len() / size)
-}
-
-fn overlap(a: &Slice, b: &Slice) -> bool {
-    let (a_start, b_start) = (a.as_ptr() as usize, b.as_ptr() as usize);
-    !a.is_empty() && !b.is_empty() && a_start < b_start + b.bytes() && b_start < a_start + a.bytes()
-}
-
-fn same_place(a: &Slice, b: &Slice) -> bool {
-    a.as_ptr() == b.as_ptr() && a.bytes() == b.bytes()
 }
 
 impl Communicator for LocalComm {
@@ -138,19 +98,8 @@ impl Communicator for LocalComm {
     }
 
     fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
-        let Endpoint { world, channel, rank, index, members, .. } = &*self.endpoint;
-        let wrong = if !ranks.contains(index) {
-            Some(format!("it lacks rank {index}, which asks for it"))
-        } else if let Some(unknown) = ranks.iter().find(|rank| **rank >= members.len()) {
-            Some(format!("there is no rank {unknown} among {} ranks", members.len()))
-        } else {
-            let twice = ranks.iter().enumerate().find(|(i, rank)| ranks[..*i].contains(rank));
-            twice.map(|(_, rank)| format!("it names rank {rank} twice"))
-        };
-        if let Some(wrong) = wrong {
-            let message = format!("`{name}` cannot be a group of the ranks {ranks:?}: {wrong}");
-            return Err(CommError::Invalid { rank: *rank, message });
-        }
+        self.caller().split(name, ranks)?;
+        let Endpoint { world, channel, index, members, .. } = &*self.endpoint;
         let members = ranks.iter().map(|rank| members[*rank]).collect();
         let child = world.child(*channel, *index, name, members);
         Ok(Arc::new(LocalComm::new(child.made_of(&self.endpoint))))
@@ -159,16 +108,9 @@ impl Communicator for LocalComm {
     fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
         let call = Call::all_gather(tag, &parts);
         let (rank, size) = (self.rank(), self.size());
-        for (i, part) in parts.iter().enumerate() {
-            if part.send.dtype() != part.recv.dtype() {
-                let (send, recv) = (part.send.dtype(), part.recv.dtype());
-                return Err(self.invalid(&call, format!("part {i}: send is {send}, but recv is {recv}")));
-            }
-            self.check_share(&call, i, (&part.recv, "recv"), (&part.send, "send"))?;
-        }
+        let from_peers = self.caller().all_gather(&call, &parts)?;
         let (send, recv): (Vec<Slice>, Vec<Slice>) =
             parts.into_iter().map(|part| (part.send, part.recv)).unzip();
-        let from_peers = send.iter().map(Slice::bytes).sum::<usize>() * (size - 1);
         let payload = Payload { slices: send, ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             for (i, recv) in recv.iter().enumerate() {
@@ -187,19 +129,8 @@ impl Communicator for LocalComm {
 
     fn reduce_scatter(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError> {
         let call = Call::reduce_scatter(tag, &parts);
-        let (rank, size) = (self.rank(), self.size());
-        for (i, part) in parts.iter().enumerate() {
-            let (send, recv) = (part.send.dtype(), part.recv.dtype());
-            if !reduce::supports(send, recv) {
-                let or_wider = if send == Dtype::F32 { "only" } else { "or f32" };
-                let message = format!(
-                    "part {i}: a sum of {send} can be stored as {send} {or_wider}, but recv is {recv}"
-                );
-                return Err(self.invalid(&call, message));
-            }
-            self.check_share(&call, i, (&part.send, "send"), (&part.recv, "recv"))?;
-        }
-        let from_peers = parts.iter().map(|part| part.send.bytes() / size).sum::<usize>() * (size - 1);
+        let from_peers = self.caller().reduce_scatter(&call, &parts)?;
+        let rank = self.rank();
         let slices = parts.iter().map(|part| part.send.clone()).collect();
         let payload = Payload { slices, ..Payload::default() };
         let outputs: Vec<_> =
@@ -219,14 +150,7 @@ impl Communicator for LocalComm {
     fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
         let call = Call::all_reduce(tag, &parts);
         let (rank, size) = (self.rank(), self.size());
-        // Its share of each part from every peer for the sum, and the peers' shares of the result.
-        let from_peers = parts
-            .iter()
-            .map(|(data, _)| {
-                let own = share(data, rank, size).bytes();
-                own * (size - 1) + data.bytes() - own
-            })
-            .sum();
+        let from_peers = self.caller().all_reduce(&parts);
         let slices = parts.iter().map(|(data, _)| data.clone()).collect();
         let payload = Payload { slices, ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
@@ -253,10 +177,7 @@ impl Communicator for LocalComm {
     fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError> {
         let rank = self.rank();
         let call = Call::broadcast(tag, &data, self.endpoint.members.get(root).copied().unwrap_or(root));
-        if root >= self.size() {
-            return Err(self.invalid(&call, format!("there is no rank {root} among {} ranks", self.size())));
-        }
-        let from_peers = if rank == root { 0 } else { data.bytes() };
+        let from_peers = self.caller().broadcast(&call, &data, root)?;
         let payload = Payload { slices: vec![data.clone()], ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             if rank != root {
@@ -308,6 +229,10 @@ impl Communicator for LocalComm {
 
     fn note(&self, state: &str) {
         self.endpoint.note(state);
+    }
+
+    fn control(&self) -> Option<Control> {
+        Some(Control(self.endpoint.clone()))
     }
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {

@@ -11,16 +11,11 @@ use crate::spec::Dtype;
 /// Elements summed at a time: the accumulator and one chunk of each source stay in the first-level cache.
 const CHUNK: usize = 4096;
 
-/// Whether sums of `send` can be stored as `recv`: the same dtype or f32.
-pub(super) fn supports(send: Dtype, recv: Dtype) -> bool {
-    recv == send || recv == Dtype::F32
-}
-
 /// `dst (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once to the dtype
 /// of `dst`. `dst` may be one of the sources.
 ///
 /// # Safety
-/// All slices have the same length, the sources one dtype, and [`supports`] holds for it and that of `dst`.
+/// All slices have the same length, the sources one dtype, and that of `dst` is the same or f32.
 /// While the call runs no one writes the sources, and no one else reads or writes `dst`. `dst` is one of the
 /// sources or overlaps none.
 pub(super) unsafe fn sum_into(sources: &[Slice], dst: &Slice, scale: f32, accumulate: Accumulate) {

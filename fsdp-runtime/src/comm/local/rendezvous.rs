@@ -14,10 +14,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::call::{Call, Op};
 use super::shake::Place;
 use super::world::{Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
+use crate::comm::call::{Call, Op};
 #[cfg(feature = "cuda-driver")]
 use crate::device::Event;
 use crate::device::Slice;
@@ -25,6 +25,8 @@ use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// What one rank brings into a collective.
 pub(super) struct Arrival {
+    /// Its place among the rank's calls on the channel, from 1.
+    pub(super) number: u64,
     pub(super) call: Call,
     pub(super) payload: Payload,
 }
@@ -78,6 +80,11 @@ impl Endpoint {
         }
     }
 
+    /// What the rank has noted.
+    pub(super) fn noted(&self) -> impl Iterator<Item = Arc<str>> {
+        self.notes.iter().map(|note| note.lock().clone()).filter(|note| !note.is_empty())
+    }
+
     /// Counts a collective that is done.
     pub(super) fn count(&self, op: Op, bytes_from_peers: usize) {
         self.world.count(self.rank, op, bytes_from_peers);
@@ -85,7 +92,7 @@ impl Endpoint {
 
     /// Takes the next place in the order of this rank's calls.
     pub(super) fn ticket(self: &Arc<Self>, mut call: Call) -> Ticket {
-        call.notes.extend(self.notes.iter().map(|note| note.lock().clone()).filter(|note| !note.is_empty()));
+        call.notes.extend(self.noted());
         self.shake(Place::Call);
         let number = self.called.fetch_add(1, Ordering::Relaxed);
         Ticket { endpoint: self.clone(), number, call: Some(call) }
@@ -143,16 +150,12 @@ impl Ticket {
         }
 
         state.enter(channel, index, number, &call);
-        let first =
-            state.channels[channel].arrived.iter().enumerate().find_map(|(r, a)| Some((r, a.as_ref()?)));
-        if let Some((first, arrival)) = first.filter(|(_, first)| !first.call.agrees_with(&call)) {
-            let (first_rank, first) = (members[first], arrival);
-            let (a, b) = if first_rank < rank {
-                ((first_rank, &first.call), (rank, &call))
-            } else {
-                ((rank, &call), (first_rank, &first.call))
-            };
-            let difference = a.1.difference(a.0, b.1, b.0);
+        let arrivals = state.channels[channel].arrived.iter().enumerate();
+        let first = arrivals.filter_map(|(i, arrival)| Some((i, &arrival.as_ref()?.call))).next();
+        // A peer may be in one that only devices take part in.
+        let other = first.or_else(|| state.entry(channel, number).map(|entry| (entry.first, &entry.call)));
+        if let Some((peer, other)) = other.filter(|(_, other)| !other.agrees_with(&call)) {
+            let difference = call.differing(rank, other, members[peer]);
             let message = format!("{} differs: {difference}", state.name(channel, number));
             return Err(fail(world, &mut state, rank, Cause::Diverged, message));
         }
@@ -167,7 +170,7 @@ impl Ticket {
         // On a device the departure is two: one tells the end of each rank's stream, which the other ranks wait for.
         let remaining = call.op.rendezvous() + usize::from(call.device.is_some());
         let arrivals = &mut state.channels[channel];
-        arrivals.arrived[index] = Some(Arrival { call, payload });
+        arrivals.arrived[index] = Some(Arrival { number, call, payload });
         let completed = arrivals.completed;
         if arrivals.arrived.iter().all(Option::is_some) {
             arrivals.meeting = Some(arrivals.arrived.iter_mut().filter_map(Option::take).collect());
@@ -209,7 +212,13 @@ fn wait(changed: &Condvar, state: &mut MutexGuard<'_, State>, deadline: Option<I
 }
 
 /// Fails the world and returns what `rank` reports: this, or the failure that came first.
-fn fail(world: &LocalWorld, state: &mut State, rank: usize, cause: Cause, message: String) -> CommError {
+pub(super) fn fail(
+    world: &LocalWorld,
+    state: &mut State,
+    rank: usize,
+    cause: Cause,
+    message: String,
+) -> CommError {
     let culprit = match cause {
         Cause::RankFailed { failed } => failed,
         _ => rank,

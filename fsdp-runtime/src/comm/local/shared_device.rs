@@ -4,9 +4,11 @@
 //! threads meet when they call a collective, not when the device comes to it, so that calls are in step while the device
 //! is behind. Each stage ends with an event of every rank's stream, which the streams of all others wait for.
 
+use super::LocalComm;
 use super::rendezvous::{Meeting, Payload};
 use super::site::Site;
-use super::{Call, LocalComm, same_place};
+use crate::comm::arguments::same_place;
+use crate::comm::call::Call;
 use crate::comm::{Accumulate, CommError};
 use crate::device::cuda::CudaStream;
 use crate::device::{Slice, Stream, cast};

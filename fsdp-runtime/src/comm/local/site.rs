@@ -1,7 +1,8 @@
 //! Where the work of a collective is done: in host memory, or on a device that the ranks share.
 
+use super::reduce;
 use super::rendezvous::Meeting;
-use super::{reduce, same_place};
+use crate::comm::arguments::same_place;
 use crate::comm::{Accumulate, CommError};
 use crate::device::Slice;
 

@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::fmt::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::LocalComm;
-use super::call::{Call, Op};
+use super::ledger::Entry;
 use super::rendezvous::{Arrival, Endpoint};
+use crate::comm::call::{Call, Op};
+use crate::comm::traffic::Traffic;
 use crate::comm::{CommCounter, CommError, Tag};
 use crate::sync::{Condvar, Mutex};
 
@@ -62,13 +63,7 @@ pub struct LocalWorld {
     pub(super) size: usize,
     pub(super) options: LocalOptions,
     pub(super) state: Mutex<State>,
-    traffic: Vec<[Traffic; Op::NAMES.len()]>,
-}
-
-#[derive(Default)]
-struct Traffic {
-    calls: AtomicU64,
-    bytes_from_peers: AtomicU64,
+    traffic: Vec<Traffic>,
 }
 
 /// What is behind the world's one lock. It is held for comparisons and counting, never while data moves.
@@ -96,6 +91,8 @@ pub(super) struct Channel {
     /// Collectives that each rank has left.
     pub(super) left: Vec<u64>,
     last_seen: Vec<Option<Seen>>,
+    /// Collectives of devices, oldest first.
+    pub(super) entries: VecDeque<Entry>,
     /// Channels made of this one, in order of creation.
     children: Vec<Children>,
     /// How many of them each rank has asked for.
@@ -123,6 +120,7 @@ impl Channel {
             completed: 0,
             left: vec![0; size],
             last_seen: vec![None; size],
+            entries: VecDeque::new(),
             children: Vec::new(),
             asked: vec![0; size],
         }
@@ -209,10 +207,18 @@ impl State {
 
     /// Notes that the member `index` has left its present collective of a channel.
     pub(super) fn leave(&mut self, channel: usize, index: usize) {
-        let rank = self.channels[channel].members[index];
-        let Some(seen) = &mut self.channels[channel].last_seen[index] else { return };
-        seen.done = true;
-        let number = seen.number;
+        if let Some(seen) = &self.channels[channel].last_seen[index] {
+            self.finished(channel, index, seen.number);
+        }
+    }
+
+    /// Notes that the member `index` is done with a collective of a channel.
+    pub(super) fn finished(&mut self, channel: usize, index: usize, number: u64) {
+        let Channel { members, last_seen, .. } = &mut self.channels[channel];
+        let rank = members[index];
+        if let Some(seen) = last_seen[index].as_mut().filter(|seen| seen.number == number) {
+            seen.done = true;
+        }
         let mut ring = self.ranks[rank].ring.iter_mut().rev();
         if let Some(seen) = ring.find(|seen| seen.channel == channel && seen.number == number) {
             seen.done = true;
@@ -325,7 +331,7 @@ impl LocalWorld {
                 channels: vec![Channel::new("world".to_owned(), (0..size).collect())],
                 ranks: (0..size).map(|_| RankState::default()).collect(),
             }),
-            traffic: (0..size).map(|_| Default::default()).collect(),
+            traffic: (0..size).map(|_| Traffic::default()).collect(),
         })
     }
 
@@ -408,14 +414,17 @@ impl LocalWorld {
     pub fn finish(&self, rank: usize) {
         let mut state = self.state.lock();
         state.ranks[rank].ended = true;
-        let waited_for = state.channels.iter().find_map(|channel| {
-            let index = channel.index(rank)?;
-            let arrivals = channel.members.iter().zip(&channel.arrived);
-            let arrival = arrivals.filter_map(|(waiter, arrival)| Some((*waiter, arrival.as_ref()?))).next();
-            arrival.filter(|_| channel.arrived[index].is_none())
+        let waiter = (0..state.channels.len()).find_map(|channel| {
+            let this = &state.channels[channel];
+            let index = this.index(rank)?;
+            let arrivals = this.members.iter().zip(&this.arrived);
+            let arrival =
+                arrivals.filter_map(|(waiter, arrival)| Some((*waiter, &arrival.as_ref()?.call))).next();
+            let on_the_host = arrival.filter(|_| this.arrived[index].is_none());
+            on_the_host.or_else(|| state.waits_in_ledger(channel, index))
         });
-        if let Some((waiter, arrival)) = waited_for {
-            let message = returned_early(&state, rank, waiter, &arrival.call);
+        if let Some((waiter, call)) = waiter {
+            let message = returned_early(&state, rank, waiter, call);
             state.fail(self, rank, Cause::RankFailed { failed: rank }, message);
         }
     }
@@ -435,17 +444,11 @@ impl LocalWorld {
     }
 
     pub(super) fn count(&self, rank: usize, op: Op, bytes_from_peers: usize) {
-        let traffic = &self.traffic[rank][op.index()];
-        traffic.calls.fetch_add(1, Ordering::Relaxed);
-        traffic.bytes_from_peers.fetch_add(bytes_from_peers as u64, Ordering::Relaxed);
+        self.traffic[rank].count(op, bytes_from_peers);
     }
 
     pub(super) fn counters(&self, rank: usize) -> Vec<(&'static str, CommCounter)> {
-        let read = |traffic: &Traffic| CommCounter {
-            calls: traffic.calls.load(Ordering::Relaxed),
-            bytes_from_peers: traffic.bytes_from_peers.load(Ordering::Relaxed),
-        };
-        Op::NAMES.into_iter().zip(self.traffic[rank].iter().map(read)).collect()
+        self.traffic[rank].counters()
     }
 }
 

@@ -35,9 +35,14 @@ pub(super) struct CudaBlock {
     kind: Kind,
     device: CudaDevice,
     uses: Mutex<Vec<Use>>,
+    /// Gives memory back that is of another allocator.
+    give_back: Mutex<Option<GiveBack>>,
     /// In whose order it is freed, if not the compute stream's.
     retired_on: Mutex<Option<Arc<cuda::CudaStream>>>,
 }
+
+/// Called with an address once no stream uses the memory there any more.
+pub(crate) type GiveBack = Box<dyn FnOnce(NonNull<u8>) -> Result<(), cuda::DriverError> + Send>;
 
 struct Use {
     stream: Arc<cuda::CudaStream>,
@@ -78,15 +83,20 @@ impl fmt::Debug for PinnedMemory {
 const EMPTY: NonNull<u8> = NonNull::without_provenance(NonZero::new(ALIGN).unwrap());
 
 impl CudaBlock {
-    fn boxed(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
-        Box::new(CudaBlock {
+    fn new(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> CudaBlock {
+        CudaBlock {
             ptr,
             bytes,
             kind,
             device: device.clone(),
             uses: Mutex::default(),
+            give_back: Mutex::default(),
             retired_on: Mutex::default(),
-        })
+        }
+    }
+
+    fn boxed(device: &CudaDevice, kind: Kind, bytes: usize, ptr: NonNull<u8>) -> Box<dyn Block> {
+        Box::new(CudaBlock::new(device, kind, bytes, ptr))
     }
 
     /// Gives the memory back once every use that was noted is over.
@@ -94,6 +104,14 @@ impl CudaBlock {
         let device = self.device.state();
         device.context.bind_to_thread()?;
         let uses = std::mem::take(self.uses.get_mut());
+        let give_back = self.give_back.get_mut().take();
+        if give_back.is_some() || self.kind == Kind::Pinned {
+            uses.iter().try_for_each(|used| used.event.synchronize())?;
+            device.compute.synchronize()?;
+        }
+        if let Some(give_back) = give_back {
+            return give_back(self.ptr);
+        }
         match self.kind {
             Kind::Device => {
                 let retired_on = self.retired_on.get_mut().take();
@@ -106,14 +124,8 @@ impl CudaBlock {
                 // waits above; those of the compute stream by its own order, or by the word of who has retired it.
                 unsafe { cuda::result::free_async(ptr, stream.cu_stream()) }
             }
-            Kind::Pinned => {
-                for used in uses {
-                    used.event.synchronize()?;
-                }
-                device.compute.synchronize()?;
-                // SAFETY: allocated by `malloc_host`, freed once, and no stream uses it any more.
-                unsafe { cuda::result::free_host(self.ptr.as_ptr().cast()) }
-            }
+            // SAFETY: allocated by `malloc_host`, freed once, and no stream uses it any more.
+            Kind::Pinned => unsafe { cuda::result::free_host(self.ptr.as_ptr().cast()) },
         }
     }
 }
@@ -171,6 +183,37 @@ impl Memory for CudaMemory {
     }
 }
 
+impl CudaDevice {
+    /// Memory of this device that another allocator has made, `bytes` at `ptr`; it is set to zero in the order of the
+    /// compute stream.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    ///
+    /// # Safety
+    /// Nobody else uses the memory, until it is given back.
+    pub(crate) unsafe fn adopt(
+        &self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        give_back: GiveBack,
+    ) -> Result<Box<dyn Block>, CommError> {
+        let (address, stream) = (ptr.addr().get() as u64, &self.state().compute);
+        // SAFETY: the caller's promise.
+        let set = unsafe { cuda::result::memset_d8_async(address, 0, bytes, stream.cu_stream()) };
+        set.map_err(on_stream(self.name(), "filling memory"))?;
+        let mut block = CudaBlock::new(self, Kind::Device, bytes, ptr);
+        *block.give_back.get_mut() = Some(give_back);
+        Ok(Box::new(block))
+    }
+
+    /// Whether `slice` is memory of another allocator, which stays where it is and is not of a pool.
+    pub(crate) fn has_adopted(&self, slice: &Slice) -> bool {
+        let block = slice.block().as_any().downcast_ref::<CudaBlock>();
+        block.is_some_and(|block| place(self, slice) == Place::Device && block.give_back.lock().is_some())
+    }
+}
+
 fn exhausted(device: &CudaDevice, bytes: usize, why: String) -> CommError {
     let message = format!("{bytes} bytes cannot be allocated: {why}");
     CommError::Memory { device: device.name().to_owned(), message }
@@ -205,12 +248,15 @@ impl Memory for PinnedMemory {
     }
 }
 
-/// Notes that `stream` uses `slices` until its present end.
+/// Notes that `stream` uses `slices` until its present end. Of a graph that is being captured it is not noted: who
+/// launches it keeps the memory.
 pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Result<(), cuda::DriverError> {
     let blocks = slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>());
     // What is done on the stream that they are freed on is in order as it is.
     let blocks: Vec<_> = blocks.filter(|block| !Arc::ptr_eq(&block.device.state().compute, stream)).collect();
-    if blocks.is_empty() {
+    const NO_CAPTURE: cuda::sys::CUstreamCaptureStatus =
+        cuda::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    if blocks.is_empty() || stream.capture_status()? != NO_CAPTURE {
         return Ok(());
     }
     let event = Arc::new(stream.record_event(None)?);

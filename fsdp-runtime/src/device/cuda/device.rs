@@ -7,7 +7,7 @@ use cudarc::driver as cuda;
 use parking_lot::Mutex;
 
 use super::block::{CudaMemory, PinnedMemory};
-use super::error::{CudaError, words};
+use super::error::{CudaError, on_stream, words};
 use super::event::Origin;
 use super::kernels::Kernels;
 use super::stream::{CudaStream, Priority};
@@ -140,6 +140,24 @@ impl CudaDevice {
 
     pub(super) fn state(&self) -> &State {
         &self.0
+    }
+
+    /// Whether it is the same view: one that fails with this one.
+    pub(crate) fn is(&self, other: &CudaDevice) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Lets the calling thread ask for events while other threads capture graphs.
+    pub(crate) fn tolerate_captures(&self) -> Result<(), CommError> {
+        let mut mode = cuda::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the call sets this thread's mode, and writes the one it had.
+        let code = unsafe { cuda::sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        code.result().map_err(on_stream(self.name(), "setting the mode of captures"))
+    }
+
+    /// Makes its context the calling thread's.
+    pub(crate) fn bind(&self) -> Result<(), CommError> {
+        self.0.context.bind_to_thread().map_err(on_stream(self.name(), "binding the context"))
     }
 }
 

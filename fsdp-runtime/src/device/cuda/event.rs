@@ -20,7 +20,7 @@ pub struct CudaEvent {
 
 impl CudaEvent {
     /// Whether the device has passed it.
-    fn passed(&self) -> Result<bool, CommError> {
+    pub(crate) fn passed(&self) -> Result<bool, CommError> {
         let bound = self.device.state().context.bind_to_thread();
         let passed = bound.and_then(|()| self.event.try_is_complete());
         passed.map_err(on_stream(&self.stream, "waiting for an event"))

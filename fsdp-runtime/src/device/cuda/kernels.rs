@@ -161,6 +161,11 @@ impl CudaStream {
         // SAFETY: the caller's promise.
         unsafe { kernels.sum_ranks(self, sources, out, scale, accumulate) }
     }
+
+    /// Checks that `slices` are memory of the stream's device.
+    pub(crate) fn reaches(&self, slices: &[&Slice]) -> Result<(), CommError> {
+        check(self, slices)
+    }
 }
 
 /// The kernels for an architecture.

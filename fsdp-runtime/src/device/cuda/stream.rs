@@ -45,6 +45,12 @@ impl CudaStream {
         &self.stream
     }
 
+    /// Whether what is submitted becomes part of a graph instead of being done.
+    pub(crate) fn is_capturing(&self) -> Result<bool, CommError> {
+        let status = self.stream.capture_status().map_err(on_stream(&self.name, "asking for its capture"))?;
+        Ok(status != cuda::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Does what `enqueue` does on the driver's stream, in its order, with `slices`: they are not given back before it is
     /// done.
     ///

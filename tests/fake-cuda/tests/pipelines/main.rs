@@ -20,7 +20,11 @@ mod rank;
 #[path = "../../../model/src/pipelines/setting.rs"]
 mod setting;
 
-use fake_cuda::{Schedule, Session, register_fsdp_kernels};
+use std::sync::Arc;
+
+use fake_cuda::{Finding, Kind, Schedule, Session, register_fsdp_kernels};
+use fsdp_runtime::comm::Communicator;
+use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, World};
 
@@ -28,15 +32,39 @@ use self::place::Shared;
 use self::rank::Rank;
 use self::setting::Setting;
 
-/// Trains with `seed`'s setting on ranks that share one device.
-fn train(inner: usize, outer: usize, seed: u64, fuse: Option<(usize, usize)>) -> Result<(), LaunchError> {
+/// How ranks are joined.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Joined {
+    /// By the one device that they share.
+    OneDevice,
+    /// By NCCL, each with a device of its own.
+    Nccl,
+}
+
+/// Trains with `seed`'s setting.
+fn train(
+    inner: usize,
+    outer: usize,
+    seed: u64,
+    joined: Joined,
+    fuse: Option<(usize, usize)>,
+) -> Result<(), LaunchError> {
     check::seed(seed);
     let setting = Setting { device: true, ..Setting::choose(inner, outer) };
     let options = CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) };
     launch::local(inner * outer, |world: World| -> fsdp_runtime::Result<()> {
-        let device = CudaDevice::open(0, &options).expect("the fake driver has a device");
+        let ordinal = if joined == Joined::OneDevice { 0 } else { world.rank() };
+        let device = CudaDevice::open(ordinal, &options).expect("the fake driver has a device");
         let fuse = fuse.filter(|(rank, _)| *rank == world.rank()).map(|(_, uses)| uses);
-        Ok(Rank::new(Shared::new(device), setting, &world, fuse)?.train()?)
+        let comm: Arc<dyn Communicator> = match joined {
+            Joined::OneDevice => world.communicator().clone(),
+            Joined::Nccl => {
+                let sums = if seed.is_multiple_of(2) { Sums::Nccl } else { Sums::InRankOrder };
+                let comm = NcclComm::new(world.communicator().clone(), &device, NcclOptions { sums });
+                comm.expect("NCCL is there")
+            }
+        };
+        Ok(Rank::new(Shared::new(device), setting, &*comm, fuse)?.train()?)
     })
     .map(drop)
 }
@@ -54,11 +82,11 @@ fn factor() -> u64 {
     std::env::var("FSDP_MODEL_FACTOR").map_or(1, |text| text.parse().expect("FSDP_MODEL_FACTOR is a number"))
 }
 
-fn trained(inner: usize, outer: usize, runs: u64) {
+fn trained(inner: usize, outer: usize, joined: Joined, runs: u64) {
     for seed in 0..runs * factor() {
         let session = Session::new(schedules(seed));
         place::register(&session);
-        let outcome = train(inner, outer, seed, None);
+        let outcome = train(inner, outer, seed, joined, None);
         if let Err(error) = outcome {
             panic!("seed {seed}: {error}");
         }
@@ -70,39 +98,60 @@ fn trained(inner: usize, outer: usize, runs: u64) {
 
 #[test]
 fn one_rank_trains() {
-    trained(1, 1, 20);
+    trained(1, 1, Joined::OneDevice, 20);
 }
 
 #[test]
 fn two_ranks_train() {
-    trained(2, 1, 100);
+    trained(2, 1, Joined::OneDevice, 100);
 }
 
 #[test]
 fn two_outer_ranks_train() {
-    trained(1, 2, 40);
+    trained(1, 2, Joined::OneDevice, 40);
 }
 
 #[test]
 fn two_by_two_ranks_train() {
-    trained(2, 2, 40);
+    trained(2, 2, Joined::OneDevice, 40);
 }
 
 #[test]
 fn four_ranks_train() {
-    trained(4, 1, 20);
+    trained(4, 1, Joined::OneDevice, 20);
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others() {
-    for seed in 0..30 * factor() {
+fn ranks_joined_by_nccl_train() {
+    for (inner, outer, runs) in [(1, 1, 10), (2, 1, 30), (1, 2, 20), (2, 2, 20), (4, 1, 10)] {
+        trained(inner, outer, Joined::Nccl, runs);
+    }
+}
+
+fn one_fails(joined: Joined, runs: u64) {
+    for seed in 0..runs * factor() {
         let session = Session::new(schedules(seed));
         place::register(&session);
         let (culprit, uses) = ((seed % 3) as usize, (seed / 3 % 6) as usize);
-        let outcome = train(3, 1, seed, Some((culprit, uses)));
+        let outcome = train(3, 1, seed, joined, Some((culprit, uses)));
         let Err(LaunchError::Ranks { first, others }) = outcome else { panic!("seed {seed}: {outcome:?}") };
         assert_eq!((first.rank, others.len()), (culprit, 2), "seed {seed}: {first}, {others:?}");
         // Values after the failure are nobody's; races and leaks would be found at the end of the session.
         place::take_wrong();
+        if joined == Joined::Nccl {
+            // A device whose collectives were aborted has failed, and keeps what may be in use.
+            let memory = |finding: &Finding| finding.kind == Kind::Leak && finding.message.contains("memory");
+            assert!(session.take_findings().iter().all(memory), "seed {seed}");
+        }
     }
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others() {
+    one_fails(Joined::OneDevice, 30);
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others_by_nccl() {
+    one_fails(Joined::Nccl, 20);
 }

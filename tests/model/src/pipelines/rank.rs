@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{CommError, Phase};
+use crate::comm::{CommError, Communicator, Phase};
 use crate::device::{Slice, Stream};
-use crate::launch::World;
 use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
 use crate::memory::Account;
 use crate::pipeline::{
@@ -106,10 +105,10 @@ impl<P: Place> Rank<P> {
     pub(super) fn new(
         place: P,
         setting: Setting,
-        world: &World,
+        comm: &dyn Communicator,
         fuse: Option<usize>,
     ) -> Result<Self, CommError> {
-        let (comm, rank) = (world.communicator(), world.rank());
+        let rank = comm.rank();
         let (outer_rank, inner_rank) = (rank / setting.inner, rank % setting.inner);
         let inner: Vec<usize> = (0..setting.inner).map(|i| outer_rank * setting.inner + i).collect();
         let outer: Vec<usize> = (0..setting.outer).map(|i| i * setting.inner + inner_rank).collect();

@@ -1,20 +1,28 @@
-//! Starting ranks as threads of this process, and ending them together.
+//! Starting ranks as threads of this process, or as one of the processes that a launcher has started, and ending them
+//! together.
 //!
 //! Run programs that launch ranks this way with `CANDLE_NUM_THREADS=1` in the environment: candle computes
 //! element-wise ops of 65,536 elements and more on one pool of spinning threads for the whole process, behind
 //! one lock, where ranks would wait for each other. It is read at the first such op, so a program can set it
 //! itself at the start of `main`, while it has one thread.
 
+mod failure;
+mod rank;
+
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::comm::local::{LocalOptions, LocalWorld};
-use crate::comm::{CommError, Communicator, DeviceMesh, panic_text};
-use crate::device::cpu::WorkerScope;
+use crate::comm::tcp::{Place, TcpComm};
+use crate::comm::{CommError, Communicator, DeviceMesh};
 use crate::mesh::MeshError;
 use crate::sync::thread::{self, Builder, Scope, ScopedJoinHandle};
+
+pub use self::failure::{LaunchError, RankEnd, RankFailure};
+
+use self::failure::collect;
+use self::rank::{join_rank, run_rank};
 
 /// Most ranks of one launch.
 pub const MAX_RANKS: usize = 2048;
@@ -23,6 +31,7 @@ pub const MAX_RANKS: usize = 2048;
 #[derive(Clone)]
 pub struct World {
     communicator: Arc<dyn Communicator>,
+    local_rank: usize,
 }
 
 impl World {
@@ -34,6 +43,11 @@ impl World {
     /// Number of ranks.
     pub fn size(&self) -> usize {
         self.communicator.size()
+    }
+
+    /// This rank's number among those of its machine, from 0: the GPU that it takes.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// The communicator of all ranks.
@@ -55,81 +69,6 @@ impl World {
     pub fn data_parallel_mesh(&self) -> DeviceMesh {
         self.mesh(&[("dp_shard", self.size())]).expect("all ranks along one dim are all ranks")
     }
-}
-
-/// How the run of one rank ended, if not well.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RankEnd {
-    /// It panicked, with this text.
-    Panicked(String),
-    /// It returned this error.
-    Failed(String),
-    /// It returned without an error of its own, while others waited for it for instance: what they say of it.
-    Returned(String),
-}
-
-/// A rank that did not end well.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankFailure {
-    /// The rank.
-    pub rank: usize,
-    /// What became of it.
-    pub end: RankEnd,
-}
-
-impl fmt::Display for RankFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.end {
-            RankEnd::Panicked(text) => write!(f, "rank {} panicked: {text}", self.rank),
-            RankEnd::Failed(text) => write!(f, "rank {} failed: {text}", self.rank),
-            // The text names the rank.
-            RankEnd::Returned(text) => f.write_str(text),
-        }
-    }
-}
-
-/// Why a launch did not end well.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LaunchError {
-    /// A launch needs at least one rank.
-    #[error("a launch needs at least one rank, 0 were asked for")]
-    NoRanks,
-    /// More ranks than threads can be expected to start.
-    #[error("{ranks} ranks were asked for; {MAX_RANKS} is the most that one process launches")]
-    TooManyRanks {
-        /// Number of ranks.
-        ranks: usize,
-    },
-    /// A setting from the environment is wrong; no rank was started.
-    #[error("{0}")]
-    Setting(String),
-    /// The system could not start the thread of a rank; those that had started were ended.
-    #[error("rank {rank} could not be started with a stack of {stack_size} bytes: {message}")]
-    Start {
-        /// The rank.
-        rank: usize,
-        /// Bytes of stack that were asked for.
-        stack_size: usize,
-        /// The system's reason.
-        message: String,
-    },
-    /// Ranks failed.
-    #[error("{}", describe(.first, .others))]
-    Ranks {
-        /// The root cause: the rank that failed first, or that saw the failure first.
-        first: RankFailure,
-        /// The other ranks that failed, by rank: in general because of the first.
-        others: Vec<RankFailure>,
-    },
-}
-
-fn describe(first: &RankFailure, others: &[RankFailure]) -> String {
-    let mut text = first.to_string();
-    for (i, other) in others.iter().enumerate() {
-        text += if i == 0 { "\nafter that:\n  " } else { "\n  " };
-        text += &other.to_string();
-    }
-    text
 }
 
 /// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns
@@ -158,6 +97,23 @@ where
     F: Fn(World) -> Result<T, E> + Sync,
 {
     Launcher::new().ranks(ranks).run(rank_main)
+}
+
+/// Runs `rank_main` as one rank of those that `torchrun`, `srun` or `mpirun` has started, as the environment says
+/// ([`Place::from_env`]), with the default settings of [`Launcher`].
+///
+/// Its communicator is one of the host ([`TcpComm`]): collectives of devices need one by NCCL that is made on it.
+///
+/// # Errors
+/// [`LaunchError`], if this rank panicked or returned an error, or a collective failed.
+pub fn distributed<T, E, F>(rank_main: F) -> Result<T, LaunchError>
+where
+    T: Send,
+    E: fmt::Display + Send,
+    F: Fn(World) -> Result<T, E> + Sync,
+{
+    let place = Place::from_env().map_err(|error| LaunchError::Setting(words(error)))?;
+    Launcher::new().join(&place, rank_main)
 }
 
 /// Settings of a launch.
@@ -254,21 +210,52 @@ impl Launcher {
                     }
                 }
             }
-            let join = |thread: ScopedJoinHandle<'_, Result<T, RankEnd>>| match thread.join() {
-                Ok(end) => end,
-                Err(payload) => Err(RankEnd::Panicked(panic_text(&*payload))),
-            };
-            Ok(threads.into_iter().map(join).collect::<Vec<_>>())
+            Ok(threads.into_iter().map(join_rank).collect::<Vec<_>>())
         })?;
         collect(ends, world.failure())
+    }
+
+    /// Runs `rank_main` on a thread of this process, which is one rank of those that were started together: the one of this
+    /// `place`. The number of ranks that was set does not count.
+    ///
+    /// # Errors
+    /// As for [`distributed`].
+    pub fn join<T, E, F>(&self, place: &Place, rank_main: F) -> Result<T, LaunchError>
+    where
+        T: Send,
+        E: fmt::Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let communicator = TcpComm::join(place, self.options()?)?;
+        let Place { rank, local_rank, .. } = *place;
+        let end = thread::scope(|scope| {
+            let world = World { communicator: communicator.clone(), local_rank };
+            let thread = Builder::new().name(format!("rank{rank}")).stack_size(self.stack_size);
+            let (main, ends) = (&rank_main, &communicator);
+            let thread = thread.spawn_scoped(scope, move || run_rank(&**ends, rank, Ok(world), main));
+            let thread = thread.map_err(|error| {
+                let (stack_size, message) = (self.stack_size, error.to_string());
+                LaunchError::Start { rank, stack_size, message }
+            })?;
+            Ok(join_rank(thread))
+        });
+        match end.inspect_err(|error: &LaunchError| communicator.leave(Some(&format!("failed: {error}"))))? {
+            Ok(value) => match communicator.failure() {
+                None => Ok(value),
+                Some(error) => {
+                    let first = RankFailure { rank, end: RankEnd::Returned(error.to_string()) };
+                    Err(LaunchError::Ranks { first, others: Vec::new() })
+                }
+            },
+            Err(end) => Err(LaunchError::Ranks { first: RankFailure { rank, end }, others: Vec::new() }),
+        }
     }
 
     fn options(&self) -> Result<LocalOptions, LaunchError> {
         let mut options = match LocalOptions::from_env() {
             Ok(options) => options,
             Err(_) if self.timeout.is_some() => LocalOptions::default(),
-            Err(CommError::Invalid { message, .. }) => return Err(LaunchError::Setting(message)),
-            Err(error) => return Err(LaunchError::Setting(error.to_string())),
+            Err(error) => return Err(LaunchError::Setting(words(error))),
         };
         options.timeout = self.timeout.unwrap_or(options.timeout);
         options.trace = self.trace.unwrap_or(options.trace);
@@ -289,72 +276,23 @@ impl Launcher {
         F: Fn(World) -> Result<T, E> + Sync,
     {
         let world = world.clone();
-        Builder::new()
-            .name(format!("rank{rank}"))
-            .stack_size(self.stack_size)
-            .spawn_scoped(scope, move || run_rank(&world, rank, rank_main))
+        Builder::new().name(format!("rank{rank}")).stack_size(self.stack_size).spawn_scoped(
+            scope,
+            move || {
+                let communicator = world.communicator(rank).map_err(|error| error.to_string());
+                let own = communicator.map(|communicator| World { communicator, local_rank: rank });
+                run_rank(&*world, rank, own, rank_main)
+            },
+        )
     }
 }
 
-/// A rank's thread: runs its code and tells the world how it ended.
-fn run_rank<T, E, F>(world: &Arc<LocalWorld>, rank: usize, rank_main: &F) -> Result<T, RankEnd>
-where
-    E: fmt::Display,
-    F: Fn(World) -> Result<T, E>,
-{
-    let workers = WorkerScope::enter();
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let communicator = world.communicator(rank).map_err(|error| error.to_string())?;
-        // The alternate form, by which some error types give their causes too.
-        rank_main(World { communicator }).map_err(|error| format!("{error:#}"))
-    }));
-    let end = match outcome {
-        Ok(Ok(value)) => {
-            // What is still under way on its streams, peers take part in.
-            workers.join();
-            world.finish(rank);
-            return Ok(value);
-        }
-        Ok(Err(text)) => {
-            world.fail(rank, &format!("failed: {text}"));
-            RankEnd::Failed(text)
-        }
-        Err(payload) => {
-            let text = panic_text(&*payload);
-            world.fail(rank, &format!("panicked: {text}"));
-            RankEnd::Panicked(text)
-        }
-    };
-    // Only now: workers of this rank may wait for peers that only this failure wakes.
-    workers.join();
-    Err(end)
-}
-
-/// All values, or the failures with the root cause first.
-fn collect<T>(
-    ends: Vec<Result<T, RankEnd>>,
-    world_failure: Option<(usize, String)>,
-) -> Result<Vec<T>, LaunchError> {
-    let mut values = Vec::with_capacity(ends.len());
-    let mut failures = Vec::new();
-    for (rank, end) in ends.into_iter().enumerate() {
-        match end {
-            Ok(value) => values.push(value),
-            Err(end) => failures.push(RankFailure { rank, end }),
-        }
+/// A setting that is wrong, without the rank that found it.
+fn words(error: CommError) -> String {
+    match error {
+        CommError::Invalid { message, .. } => message,
+        error => error.to_string(),
     }
-    if failures.is_empty() && world_failure.is_none() {
-        return Ok(values);
-    }
-    // A collective that failed counts even if every rank returned without looking at its outcome.
-    let first = match world_failure {
-        Some((culprit, message)) => match failures.iter().position(|failure| failure.rank == culprit) {
-            Some(at) => failures.remove(at),
-            None => RankFailure { rank: culprit, end: RankEnd::Returned(message) },
-        },
-        None => failures.remove(0),
-    };
-    Err(LaunchError::Ranks { first, others: failures })
 }
 
 #[cfg(test)]
@@ -399,14 +337,5 @@ mod tests {
         let launcher = Launcher::new().ranks(2).stack_size(1 << 50);
         let error = launcher.run(|_| Ok::<_, CommError>(())).unwrap_err();
         assert!(matches!(error, LaunchError::Start { rank: 0, .. }), "{error}");
-    }
-
-    #[test]
-    fn the_root_cause_comes_first() {
-        let failed = |text: &str| Err(RankEnd::Failed(text.to_owned()));
-        let ends: Vec<Result<(), _>> =
-            vec![failed("follower"), Err(RankEnd::Panicked("boom".into())), Ok(())];
-        let error = collect(ends, Some((1, "..".into()))).unwrap_err();
-        assert_eq!(error.to_string(), "rank 1 panicked: boom\nafter that:\n  rank 0 failed: follower");
     }
 }

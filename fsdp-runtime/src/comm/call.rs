@@ -7,7 +7,7 @@ use crate::comm::{Accumulate, Gather, HostOp, Reduce, Tag};
 use crate::device::Slice;
 
 /// Kind of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) enum Op {
     AllGather,
     ReduceScatter,
@@ -67,9 +67,9 @@ impl fmt::Display for Op {
 
 /// Elements and dtype of one side of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Side {
-    elements: usize,
-    dtype: &'static str,
+pub(super) struct Side {
+    pub(super) elements: usize,
+    pub(super) dtype: &'static str,
 }
 
 impl Side {
@@ -80,10 +80,10 @@ impl Side {
 
 /// One buffer of a grouped launch.
 #[derive(Clone, Copy, Debug)]
-struct Part {
-    send: Side,
-    recv: Side,
-    reduction: Option<(f32, Accumulate)>,
+pub(super) struct Part {
+    pub(super) send: Side,
+    pub(super) recv: Side,
+    pub(super) reduction: Option<(f32, Accumulate)>,
 }
 
 impl PartialEq for Part {
@@ -121,7 +121,7 @@ pub(super) struct Call {
     pub(super) device: Option<Arc<str>>,
     /// Peers are waited for however long they take.
     pub(super) patient: bool,
-    parts: Vec<Part>,
+    pub(super) parts: Vec<Part>,
 }
 
 /// Notes on a communicator and on those that it was made of, the first one first; only those that say something.
@@ -254,8 +254,17 @@ impl Call {
         self.op == other.op && self.tag == other.tag
     }
 
-    /// Words for a disagreement: `rank 0 is in .., rank 1 in ..`.
-    pub(super) fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
+    /// Words for a disagreement of two ranks, the lower one first.
+    pub(super) fn differing(&self, rank: usize, other: &Call, other_rank: usize) -> String {
+        if rank < other_rank {
+            self.difference(rank, other, other_rank)
+        } else {
+            other.difference(other_rank, self, rank)
+        }
+    }
+
+    /// `rank 0 is in .., rank 1 in ..`.
+    fn difference(&self, rank: usize, other: &Call, other_rank: usize) -> String {
         let mut text = format!("rank {rank} is in {self}, rank {other_rank} in {other}");
         if self.same_name(other) {
             if self.device != other.device {

@@ -1,0 +1,71 @@
+//! Memory for sums that are added to their destination, or widened, afterwards.
+
+use std::sync::Arc;
+
+use cudarc::driver as cuda;
+
+use crate::comm::CommError;
+use crate::device::cuda::CudaStream;
+use crate::device::{ALIGN, Event, Slice, Stream};
+use crate::spec::Dtype;
+
+/// A communicator's scratch memory. It grows to what the largest launch needs and stays: to allocate it for each launch
+/// would order the launch after what is computed at the time.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// One a dtype.
+    buffers: Vec<Slice>,
+    /// The stream of its last use, and where that ends.
+    used: Option<(Arc<cuda::CudaStream>, Arc<dyn Event>)>,
+}
+
+impl Scratch {
+    /// Slices of these lengths, for the next work on `stream`.
+    pub(super) fn take(
+        &mut self,
+        stream: &CudaStream,
+        sizes: &[(Dtype, usize)],
+    ) -> Result<Vec<Slice>, CommError> {
+        let elsewhere = |(of, _): &&(Arc<cuda::CudaStream>, _)| !Arc::ptr_eq(of, stream.cuda_stream());
+        if let Some((_, used)) = self.used.as_ref().filter(elsewhere).filter(|_| !sizes.is_empty()) {
+            stream.wait(used)?;
+        }
+        let mut places = Vec::with_capacity(sizes.len());
+        let mut ends: Vec<(Dtype, usize)> = Vec::new();
+        for (dtype, len) in sizes {
+            let at = ends.iter().position(|(other, _)| other == dtype).unwrap_or_else(|| {
+                ends.push((*dtype, 0));
+                ends.len() - 1
+            });
+            places.push(ends[at].1..ends[at].1 + len);
+            ends[at].1 += len.next_multiple_of(ALIGN / dtype.size());
+        }
+        for (dtype, len) in ends {
+            self.reserve(stream, dtype, len)?;
+        }
+        let slice = |((dtype, _), place): (&(Dtype, usize), std::ops::Range<usize>)| {
+            let buffer = self.buffers.iter().find(|buffer| buffer.dtype() == *dtype);
+            buffer.map(|buffer| buffer.range(place))
+        };
+        Ok(sizes.iter().zip(places).filter_map(slice).collect())
+    }
+
+    fn reserve(&mut self, stream: &CudaStream, dtype: Dtype, len: usize) -> Result<(), CommError> {
+        if self.buffers.iter().any(|buffer| buffer.dtype() == dtype && buffer.len() >= len) {
+            return Ok(());
+        }
+        // The smaller one goes first: its memory may be what there is.
+        let small = self.buffers.iter().position(|buffer| buffer.dtype() == dtype);
+        if let Some(small) = small {
+            stream.retire(&[self.buffers.swap_remove(small)]);
+        }
+        let device = stream.device();
+        self.buffers.push(Slice::zeros_in(&device.memory(), dtype, len, None)?);
+        stream.wait(&device.compute(stream.name()).record())
+    }
+
+    /// The work on `stream` is over at `end`.
+    pub(super) fn used_until(&mut self, stream: &CudaStream, end: &Arc<dyn Event>) {
+        self.used = Some((stream.cuda_stream().clone(), end.clone()));
+    }
+}

@@ -1,0 +1,267 @@
+//! Ranks are processes, joined by TCP: a communicator of the host, which one by NCCL is made on.
+//!
+//! Rank 0 listens; every rank, itself included, connects to it and asks for what it needs: barriers, small reductions and
+//! exchanges, groups, and the record of collectives of devices ([`Control`]). A few hundred bytes go over the wire for
+//! each; no collective of a stream does.
+//!
+//! # Failure
+//! A rank whose process ends or whose connection is lost has failed: all others get an error that names it, and so they
+//! do when rank 0 is gone. Both sides say every few seconds that they are alive. What is not a message of a rank ends the
+//! connection that it came on. There is no secret: the port must be reachable from the ranks' machines only.
+
+mod connection;
+mod place;
+mod server;
+mod wire;
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+pub use self::place::Place;
+
+use self::connection::Membership;
+use self::server::Server;
+use self::wire::{Host, Request};
+use super::arguments::Caller;
+use super::call::{Call, Op};
+use super::ledger::{Control, Ledger, Stage, Trouble};
+use super::local::LocalOptions;
+use super::traffic::Traffic;
+use super::{CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
+use crate::device::{Slice, Stream};
+
+/// Between signs of life.
+const PING: Duration = Duration::from_secs(5);
+
+/// How long a side may be silent.
+fn silence(timeout: Duration) -> Duration {
+    const LONGEST: Duration = Duration::from_secs(60);
+    const SHORTEST: Duration = Duration::from_secs(15);
+    timeout.clamp(SHORTEST, LONGEST)
+}
+
+/// A process's communicator of the host.
+pub struct TcpComm(Arc<End>);
+
+/// One rank's end of a communicator.
+struct End {
+    membership: Arc<Membership>,
+    /// Its number on the wire.
+    id: u64,
+    /// World ranks, by their indices in the group.
+    members: Arc<[usize]>,
+    index: usize,
+    /// Calls so far, as rank 0 counts them.
+    called: AtomicU64,
+    traffic: Arc<Traffic>,
+}
+
+impl TcpComm {
+    /// Joins the ranks that were started together, this one in its `place`; all must call it.
+    ///
+    /// The rank leaves when the last communicator that was made of this one is dropped: it is a failure if others wait for
+    /// it, or if that happens in a panic. In rank 0 this waits until all others have left.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if rank 0 cannot listen, [`CommError::TimedOut`] if it is not reached in time,
+    /// [`CommError::RankFailed`] if it refuses this rank.
+    pub fn join(place: &Place, options: LocalOptions) -> Result<Arc<TcpComm>, CommError> {
+        let timeout = options.timeout;
+        let server = if place.rank == 0 { Some(listen(place, options)?) } else { None };
+        let membership = Arc::new(Membership::join(place, timeout, server)?);
+        Ok(Arc::new(TcpComm(Arc::new(End {
+            membership,
+            id: 0,
+            members: (0..place.size).collect(),
+            index: place.rank,
+            called: AtomicU64::new(0),
+            traffic: Arc::default(),
+        }))))
+    }
+
+    /// Says that this rank has returned, or `how` it has failed, as in `panicked: boom`, before it leaves.
+    pub(crate) fn leave(&self, how: Option<&str>) {
+        self.0.membership.leave(how);
+    }
+
+    /// The failure of the world, as this rank reports it.
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        self.0.failure()
+    }
+
+    /// Asks rank 0 to make a communicator of these members.
+    fn make(&self, name: &str, ranks: Option<&[usize]>, members: Arc<[usize]>) -> TcpComm {
+        let End { membership, id, traffic, index, members: own, .. } = &*self.0;
+        let connection = &membership.connection;
+        let (new, rank) = (connection.number(), own[*index]);
+        let ranks = ranks.map(<[usize]>::to_vec);
+        connection.send(&Request::Make { comm: *id, new, name: name.to_owned(), ranks }, &[]);
+        let index = members.iter().position(|member| *member == rank).unwrap_or(0);
+        let (membership, traffic, called) = (membership.clone(), traffic.clone(), AtomicU64::new(0));
+        TcpComm(Arc::new(End { membership, id: new, members, index, called, traffic }))
+    }
+
+    /// A collective of the host.
+    fn host(&self, tag: Tag, op: Host, body: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let End { membership, id: comm, called, .. } = &*self.0;
+        called.fetch_add(1, Ordering::Relaxed);
+        let id = membership.connection.number();
+        membership.connection.ask(id, &Request::Host { id, comm: *comm, tag: tag.into(), op }, body)
+    }
+
+    fn gather_bytes(&self, tag: Tag, op: Host, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let gathered = self.host(tag, op, bytes)?;
+        if gathered.get(self.rank()).is_none_or(|own| own != bytes) || gathered.len() != self.size() {
+            return Err(self.garbled(format!("{} parts instead of {}", gathered.len(), self.size())));
+        }
+        self.0.count(Op::HostGather, gathered.iter().map(Vec::len).sum::<usize>() - bytes.len());
+        Ok(gathered)
+    }
+
+    fn garbled(&self, what: String) -> CommError {
+        let message = format!("rank 0 has answered with {what}");
+        CommError::RankFailed { rank: self.0.caller().rank, failed: 0, message }
+    }
+
+    fn moves_nothing(&self, call: &Call) -> CommError {
+        let message =
+            "ranks that are joined by TCP have no collectives of streams: make a `NcclComm` on this";
+        self.0.caller().invalid(call, message.to_owned())
+    }
+}
+
+fn listen(place: &Place, options: LocalOptions) -> Result<Server, CommError> {
+    let (_, port) = place.address;
+    let listener = TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)));
+    let server = listener.and_then(|listener| Server::start(listener, place.size, options));
+    server.map_err(|error| {
+        let message = format!("rank 0 cannot listen on port {port}: {error}; FSDP_PORT sets another");
+        CommError::Invalid { rank: place.rank, message }
+    })
+}
+
+/// Values as they go over the wire.
+fn values(bytes: &[u8]) -> Vec<f64> {
+    bytes.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
+}
+
+impl Ledger for End {
+    fn caller(&self) -> Caller {
+        Caller { rank: self.members[self.index], index: self.index, size: self.members.len() }
+    }
+
+    fn world_rank(&self, index: usize) -> usize {
+        self.members.get(index).copied().unwrap_or(index)
+    }
+
+    fn timeout(&self) -> Duration {
+        self.membership.connection.timeout
+    }
+
+    fn call(&self, call: Call) -> Result<u64, CommError> {
+        self.failure().map_or(Ok(()), Err)?;
+        let number = self.called.fetch_add(1, Ordering::Relaxed) + 1;
+        self.membership.connection.send(&Request::Enter { comm: self.id, call: call.into() }, &[]);
+        Ok(number)
+    }
+
+    fn reached(&self, number: u64, stage: Stage) {
+        self.membership.connection.send(&Request::Reached { comm: self.id, number, stage }, &[]);
+    }
+
+    fn count(&self, op: Op, bytes_from_peers: usize) {
+        self.traffic.count(op, bytes_from_peers);
+    }
+
+    fn give_up(&self, number: Option<u64>, trouble: Trouble) -> CommError {
+        let connection = &self.membership.connection;
+        let id = connection.number();
+        match connection.ask(id, &Request::GiveUp { id, comm: self.id, number, trouble }, &[]) {
+            Err(error) => error,
+            Ok(_) => {
+                let message = "rank 0 does not say why the ranks have failed".to_owned();
+                CommError::RankFailed { rank: self.caller().rank, failed: 0, message }
+            }
+        }
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.membership.connection.failure()
+    }
+}
+
+impl Communicator for TcpComm {
+    fn rank(&self) -> usize {
+        self.0.index
+    }
+
+    fn size(&self) -> usize {
+        self.0.members.len()
+    }
+
+    fn duplicate(&self, name: &str) -> Arc<dyn Communicator> {
+        Arc::new(self.make(name, None, self.0.members.clone()))
+    }
+
+    fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
+        self.0.caller().split(name, ranks)?;
+        let members = ranks.iter().map(|rank| self.0.members[*rank]).collect();
+        Ok(Arc::new(self.make(name, Some(ranks), members)))
+    }
+
+    fn all_gather(&self, _: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
+        Err(self.moves_nothing(&Call::all_gather(tag, &parts)))
+    }
+
+    fn reduce_scatter(&self, _: &dyn Stream, tag: Tag, parts: Vec<Reduce>) -> Result<(), CommError> {
+        Err(self.moves_nothing(&Call::reduce_scatter(tag, &parts)))
+    }
+
+    fn all_reduce(&self, _: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
+        Err(self.moves_nothing(&Call::all_reduce(tag, &parts)))
+    }
+
+    fn broadcast(&self, _: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError> {
+        Err(self.moves_nothing(&Call::broadcast(tag, &data, root)))
+    }
+
+    fn host_barrier(&self, tag: Tag) -> Result<(), CommError> {
+        self.host(tag, Host::Barrier, &[])?;
+        self.0.count(Op::HostBarrier, 0);
+        Ok(())
+    }
+
+    fn host_reduce(&self, tag: Tag, op: HostOp, reduced: &mut [f64]) -> Result<(), CommError> {
+        let body: Vec<u8> = reduced.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let result = values(&self.host(tag, Host::Reduce(op), &body)?.concat());
+        if result.len() != reduced.len() {
+            return Err(self.garbled(format!("{} values instead of {}", result.len(), reduced.len())));
+        }
+        reduced.copy_from_slice(&result);
+        self.0.count(Op::HostReduce(op), body.len() * (self.size() - 1));
+        Ok(())
+    }
+
+    fn host_gather(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        self.gather_bytes(tag, Host::Gather, &bytes)
+    }
+
+    fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        self.gather_bytes(tag, Host::PatientGather, &bytes)
+    }
+
+    fn note(&self, state: &str) {
+        let state = state.to_owned();
+        self.0.membership.connection.send(&Request::Note { comm: self.0.id, state }, &[]);
+    }
+
+    fn control(&self) -> Option<Control> {
+        Some(Control(self.0.clone()))
+    }
+
+    fn counters(&self) -> Vec<(&'static str, CommCounter)> {
+        self.0.traffic.counters()
+    }
+}

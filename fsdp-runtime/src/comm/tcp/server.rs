@@ -1,0 +1,317 @@
+//! Rank 0's side: a world in which every rank is stood for by a thread that does what the rank asks for.
+//!
+//! The world is that of ranks that are threads ([`LocalWorld`]): it compares calls, tells who is missing, and fails as a
+//! whole. A rank whose connection ends before it has said that it has returned has failed.
+
+use std::collections::HashMap;
+use std::io::{Error, ErrorKind};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::wire::{self, Answer, Host, Request, VERSION};
+use super::{PING, silence};
+use crate::comm::ledger::{Control, Ledger};
+use crate::comm::local::{LocalOptions, LocalWorld};
+use crate::comm::{CommError, Communicator, Tag};
+
+/// The world, and who has come.
+pub(super) struct Server {
+    hub: Arc<Hub>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Hub {
+    world: Arc<LocalWorld>,
+    size: usize,
+    timeout: Duration,
+    seats: Mutex<Vec<Seat>>,
+    changed: Condvar,
+    /// Rank 0 goes.
+    closing: AtomicBool,
+}
+
+/// A rank's place.
+#[derive(Clone)]
+enum Seat {
+    Empty,
+    Taken(Arc<Client>),
+    Left,
+}
+
+struct Client {
+    rank: usize,
+    writer: Mutex<TcpStream>,
+    ledger: Arc<dyn Ledger>,
+    /// It knows of the world's failure.
+    told: AtomicBool,
+}
+
+/// Between looks at what other threads do.
+const TICK: Duration = Duration::from_millis(20);
+/// How long ranks have to hear of a failure before rank 0 goes.
+const FAREWELL: Duration = Duration::from_secs(10);
+
+impl Seat {
+    fn client(&self) -> Option<&Arc<Client>> {
+        match self {
+            Seat::Taken(client) => Some(client),
+            Seat::Empty | Seat::Left => None,
+        }
+    }
+}
+
+impl Client {
+    fn send(&self, answer: &Answer, body: &[u8]) -> Result<(), Error> {
+        wire::write(&mut *self.writer.lock(), answer, body)
+    }
+}
+
+impl Server {
+    /// Waits for the ranks on `listener`, in threads of its own.
+    pub(super) fn start(listener: TcpListener, size: usize, options: LocalOptions) -> Result<Server, Error> {
+        listener.set_nonblocking(true)?;
+        let timeout = options.timeout;
+        let hub = Arc::new(Hub {
+            world: LocalWorld::new(size, options),
+            size,
+            timeout,
+            seats: Mutex::new(vec![Seat::Empty; size]),
+            changed: Condvar::new(),
+            closing: AtomicBool::new(false),
+        });
+        let (doorman, crier) = (hub.clone(), hub.clone());
+        let named = |name: &str| thread::Builder::new().name(name.to_owned());
+        let threads = vec![
+            named("fsdp-doorman").spawn(move || doorman.welcome(&listener))?,
+            named("fsdp-crier").spawn(move || crier.cry())?,
+        ];
+        Ok(Server { hub, threads })
+    }
+}
+
+impl Drop for Server {
+    /// Waits until all ranks that came have left, or have heard that the world has failed.
+    fn drop(&mut self) {
+        let mut failed = None;
+        let mut seats = self.hub.seats.lock();
+        while seats.iter().any(|seat| seat.client().is_some()) {
+            if self.hub.world.failure().is_some()
+                && failed.get_or_insert_with(Instant::now).elapsed() > FAREWELL
+            {
+                break;
+            }
+            self.hub.changed.wait_for(&mut seats, TICK);
+        }
+        for seat in seats.iter_mut() {
+            if let Seat::Taken(client) = std::mem::replace(seat, Seat::Left) {
+                // Its reader sees the end.
+                let _ = client.writer.lock().shutdown(Shutdown::Both);
+            }
+        }
+        drop(seats);
+        self.hub.closing.store(true, Ordering::Release);
+        self.threads.drain(..).for_each(|thread| drop(thread.join()));
+    }
+}
+
+impl Hub {
+    /// Lets ranks in until all have come.
+    fn welcome(self: &Arc<Self>, listener: &TcpListener) {
+        while !self.is_closing() && self.seats.lock().iter().any(|seat| matches!(seat, Seat::Empty)) {
+            match listener.accept() {
+                Ok((stream, _)) => {
+                    let hub = self.clone();
+                    // Where no thread is to be had the rank sees its connection end.
+                    let _ =
+                        thread::Builder::new().name("fsdp-rank".to_owned()).spawn(move || hub.serve(stream));
+                }
+                Err(_) => thread::sleep(TICK),
+            }
+        }
+    }
+
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    /// Tells all ranks of the world's failure, and that rank 0 is alive.
+    fn cry(&self) {
+        let mut pinged = Instant::now();
+        while !self.is_closing() {
+            let ping = pinged.elapsed() > PING;
+            if ping {
+                pinged = Instant::now();
+            }
+            let clients = self.seats.lock().iter().filter_map(Seat::client).cloned().collect::<Vec<_>>();
+            for client in clients {
+                // A rank that cannot be reached is found by its reader.
+                let failure = client.ledger.failure();
+                if let Some(error) = failure.filter(|_| !client.told.swap(true, Ordering::Relaxed)) {
+                    let _ = client.send(&Answer::Failure { error }, &[]);
+                } else if ping {
+                    let _ = client.send(&Answer::Ping, &[]);
+                }
+            }
+            thread::sleep(TICK);
+        }
+    }
+
+    /// A connection: of a rank, if it says so.
+    fn serve(&self, mut stream: TcpStream) {
+        let Ok((client, communicator)) = self.admit(&mut stream) else {
+            let _ = stream.shutdown(Shutdown::Both);
+            return;
+        };
+        let rank = client.rank;
+        let mut communicators = HashMap::from([(0, communicator)]);
+        loop {
+            match wire::read(&mut stream) {
+                Ok((Request::Finish, _)) => self.world.finish(rank),
+                Ok((Request::Fail { how }, _)) => self.world.fail(rank, &how),
+                Ok((request, body)) => match self.obey(&client, &mut communicators, request, body) {
+                    Ok(()) => continue,
+                    Err(how) => self.world.fail(rank, &how),
+                },
+                Err(error) => {
+                    self.world.fail(rank, &format!("lost its connection to rank 0: {}", words(&error)))
+                }
+            }
+            break;
+        }
+        self.seats.lock()[rank] = Seat::Left;
+        self.changed.notify_all();
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+
+    /// Gives a rank its seat.
+    fn admit(&self, stream: &mut TcpStream) -> Result<(Arc<Client>, Arc<dyn Communicator>), Error> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(silence(self.timeout)))?;
+        stream.set_write_timeout(Some(silence(self.timeout)))?;
+        let (Request::Hello { version, rank, size }, _) = wire::read(stream)? else {
+            return Err(ErrorKind::InvalidData.into());
+        };
+        let seated = if version != VERSION {
+            Err(format!("it speaks version {version}, rank 0 version {VERSION}"))
+        } else if size != self.size {
+            Err(format!("it is one of {size} ranks, rank 0 of {}", self.size))
+        } else {
+            // There is one a rank.
+            self.world.communicator(rank).map_err(|error| error.to_string())
+        };
+        let seated = seated.and_then(|communicator| match communicator.control() {
+            Some(Control(ledger)) => Ok((communicator, ledger)),
+            None => Err("its communicator keeps no record".to_owned()),
+        });
+        match seated {
+            Ok((communicator, ledger)) => {
+                let (writer, told) = (Mutex::new(stream.try_clone()?), AtomicBool::new(false));
+                let client = Arc::new(Client { rank, writer, ledger, told });
+                client.send(&Answer::Welcome, &[])?;
+                self.seats.lock()[rank] = Seat::Taken(client.clone());
+                Ok((client, communicator))
+            }
+            Err(message) => {
+                let message = format!("rank 0 refuses rank {rank}: {message}");
+                wire::write(stream, &Answer::Refused { message }, &[])?;
+                Err(ErrorKind::ConnectionRefused.into())
+            }
+        }
+    }
+
+    /// Does what a rank asks for.
+    ///
+    /// # Errors
+    /// What no rank would ask for, in words that follow its name.
+    fn obey(
+        &self,
+        client: &Arc<Client>,
+        communicators: &mut HashMap<u64, Arc<dyn Communicator>>,
+        request: Request,
+        body: Vec<u8>,
+    ) -> Result<(), String> {
+        let known = |comm: u64| {
+            let known = communicators.get(&comm).cloned();
+            known.ok_or_else(|| format!("asked for something on communicator {comm}, which it has not made"))
+        };
+        let ledger = |comm: u64| match known(comm)?.control() {
+            Some(Control(ledger)) => Ok(ledger),
+            None => Err("asked for a record that is not kept".to_owned()),
+        };
+        let lost = |error: Error| format!("lost its connection to rank 0: {}", words(&error));
+        match request {
+            Request::Host { id, comm, tag, op } => {
+                let (comm, client) = (known(comm)?, client.clone());
+                let work = move || {
+                    let answer = match collective(&*comm, tag.into(), op, body) {
+                        Ok(parts) => {
+                            let lengths = parts.iter().map(|part| part.len() as u64).collect();
+                            client.send(&Answer::Done { id, lengths }, &parts.concat())
+                        }
+                        Err(error) => client.send(&Answer::Failed { id, error }, &[]),
+                    };
+                    // The reader finds out that the rank cannot be reached.
+                    drop(answer);
+                };
+                const STACK: usize = 256 << 10;
+                let named = thread::Builder::new().name("fsdp-collective".to_owned()).stack_size(STACK);
+                named.spawn(work).map_err(|error| format!("cannot be served: {error}"))?;
+            }
+            Request::Make { comm, new, name, ranks } => {
+                let parent = known(comm)?;
+                let made = match ranks {
+                    None => parent.duplicate(&name),
+                    Some(ranks) => {
+                        parent.split(&name, &ranks).map_err(|error| format!("asked for a group: {error}"))?
+                    }
+                };
+                communicators.insert(new, made);
+            }
+            Request::Note { comm, state } => known(comm)?.note(&state),
+            Request::Enter { comm, call } => {
+                let call = call.call().ok_or("called a collective of a dtype that is not known")?;
+                // If it differs the world fails, of which the rank is told.
+                drop(ledger(comm)?.call(call));
+            }
+            Request::Reached { comm, number, stage } => ledger(comm)?.reached(number, stage),
+            Request::GiveUp { id, comm, number, trouble } => {
+                let error = ledger(comm)?.give_up(number, trouble);
+                client.send(&Answer::Failed { id, error }, &[]).map_err(lost)?;
+            }
+            Request::Ping => {}
+            Request::Hello { .. } | Request::Finish | Request::Fail { .. } => {
+                return Err("spoke out of turn".to_owned());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A collective of the host, for a rank: what it brings, and what it gets.
+fn collective(comm: &dyn Communicator, tag: Tag, op: Host, body: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+    match op {
+        Host::Barrier => comm.host_barrier(tag).map(|()| Vec::new()),
+        Host::Gather => comm.host_gather(tag, body),
+        Host::PatientGather => comm.host_gather_patiently(tag, body),
+        Host::Reduce(op) => {
+            let mut values: Vec<f64> = super::values(&body);
+            comm.host_reduce(tag, op, &mut values)?;
+            Ok(vec![values.iter().flat_map(|value| value.to_le_bytes()).collect()])
+        }
+    }
+}
+
+/// The system's words for the end of a connection.
+pub(super) fn words(error: &Error) -> String {
+    match error.kind() {
+        ErrorKind::UnexpectedEof => "it was closed".to_owned(),
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => "it is silent".to_owned(),
+        _ => error.to_string(),
+    }
+}

@@ -1,0 +1,6 @@
+//! Ranks that are joined by TCP.
+
+mod collectives;
+mod failures;
+mod processes;
+mod world;

@@ -1,0 +1,53 @@
+//! Ranks that are joined by TCP: threads, each as a process would be.
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use fsdp_runtime::comm::tcp::Place;
+use fsdp_runtime::comm::{Phase, Tag};
+use fsdp_runtime::launch::{LaunchError, Launcher, World};
+
+/// What ranks return.
+pub type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+pub const SOON: Duration = Duration::from_secs(1);
+pub const LATE: Duration = Duration::from_secs(60);
+
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("there is a free port");
+    listener.local_addr().expect("it has an address").port()
+}
+
+pub fn place(rank: usize, size: usize, port: u16) -> Place {
+    Place { rank, size, local_rank: rank, address: ("127.0.0.1".to_owned(), port) }
+}
+
+/// Runs `body` on `size` ranks; what became of each.
+pub fn launch<T: Send>(
+    size: usize,
+    timeout: Duration,
+    body: impl Fn(&World) -> Outcome<T> + Sync,
+) -> Vec<Result<T, LaunchError>> {
+    let (port, body) = (free_port(), &body);
+    std::thread::scope(|scope| {
+        let rank = |rank: usize| {
+            scope.spawn(move || {
+                let launcher = Launcher::new().timeout(timeout).stack_size(1 << 20);
+                launcher.join(&place(rank, size, port), |world| body(&world))
+            })
+        };
+        let ranks = (0..size).map(rank).collect::<Vec<_>>();
+        ranks.into_iter().map(|rank| rank.join().expect("a launch does not panic")).collect()
+    })
+}
+
+/// Runs `body` on ranks that must end well.
+pub fn run<T: Send>(size: usize, body: impl Fn(&World) -> Outcome<T> + Sync) -> Vec<T> {
+    let ends = launch(size, LATE, body).into_iter().collect::<Result<_, _>>();
+    ends.unwrap_or_else(|error| panic!("{error}"))
+}
+
+pub fn tag(unit: &str) -> Tag {
+    Tag { unit: unit.into(), phase: Phase::Setup, step: 0 }
+}

@@ -1,0 +1,19 @@
+//! The examples, for tests that run them as a user does.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The program of an example, built in this test's profile: a run of one test target alone does not build examples.
+pub fn example(name: &str) -> PathBuf {
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--workspace", "--example", name]);
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    let build = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap();
+    assert!(build.success());
+    // This test is target/PROFILE/deps/NAME.
+    let test = std::env::current_exe().unwrap();
+    let profile = test.parent().and_then(Path::parent).unwrap();
+    profile.join("examples").join(format!("{name}{}", std::env::consts::EXE_SUFFIX))
+}
