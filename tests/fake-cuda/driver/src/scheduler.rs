@@ -1,5 +1,6 @@
 //! When queues advance: never on their own, but when somebody waits, asks, or the mode runs ahead.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
@@ -29,8 +30,8 @@ pub struct Scheduler {
     /// How long a thread waits for others before it gives up.
     pub patience: Duration,
     random: u64,
-    /// What was asked for last: asked again, it advances.
-    polled: Option<Position>,
+    /// What was asked for last, of each stream: asked again, it advances.
+    polled: HashMap<StreamId, u64>,
 }
 
 impl Default for Scheduler {
@@ -41,7 +42,7 @@ impl Default for Scheduler {
 
 impl Scheduler {
     pub fn new(mode: Mode, seed: u64) -> Self {
-        Scheduler { mode, patience: Duration::from_secs(30), random: seed, polled: None }
+        Scheduler { mode, patience: Duration::from_secs(30), random: seed, polled: HashMap::new() }
     }
 
     /// A number below `bound`, of the seed's sequence (SplitMix64).
@@ -151,13 +152,12 @@ pub fn poll(held: &mut Held, target: Position) -> bool {
     if held.is_done(target) {
         return true;
     }
-    let again = held.scheduler.polled == Some(target);
+    let again = held.scheduler.polled.insert(target.stream, target.index) == Some(target.index);
     if again && !matches!(step(held, target, Races::Inverted, &mut Vec::new()), Step::Moved)
         || held.scheduler.mode != Mode::Latest
     {
         step(held, target, Races::AsTheyCome, &mut Vec::new());
     }
-    held.scheduler.polled = Some(target);
     false
 }
 

@@ -64,7 +64,9 @@ pub extern "C" fn cuDevicePrimaryCtxRetain(context: Out<Raw>, device: c_int) -> 
 pub extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Status {
     call(|held| {
         let device = held.check_device(device)?;
-        let existing = held.contexts.iter().position(|c| c.alive && c.primary && c.device == device);
+        // One of an earlier session is not retained here.
+        let existing =
+            held.contexts.iter().position(|c| c.alive && c.primary && c.device == device && c.retained > 0);
         let index = existing.ok_or(Status::INVALID_CONTEXT)?;
         held.contexts[index].retained -= 1;
         if held.contexts[index].retained == 0 {
