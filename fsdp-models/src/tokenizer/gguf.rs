@@ -26,12 +26,19 @@ pub(super) fn open(path: &Path) -> crate::Result<(tokenizers::Tokenizer, Map<Str
     let (_, content) = read_content(path)?;
     let invalid = |reason: String| TokenizerError::Invalid { path: path.to_path_buf(), reason };
     let cut = pre_tokenizer(&content).map_err(invalid)?;
-    let mut tokenizer =
-        guarded(path, || tokenizers::Tokenizer::from_gguf(&content).map_err(|error| error.to_string()))?;
+    let mut tokenizer = guarded(path, || tokenizers::Tokenizer::from_gguf(&content).map_err(reason))?;
     // candle's puts a space before every text and cuts as GPT-2 whatever it does not know.
     tokenizer.with_pre_tokenizer(Some(cut));
     let config = config(&content, &tokenizer);
     Ok((tokenizer, config))
+}
+
+/// The error's words, without the backtrace that `RUST_BACKTRACE` adds to them.
+fn reason(error: candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => inner.to_string(),
+        other => other.to_string(),
+    }
 }
 
 fn pre_tokenizer(content: &Content) -> Result<PreTokenizerWrapper, String> {
