@@ -37,11 +37,11 @@ pub(super) trait Ledger: Send + Sync {
     fn caller(&self) -> Caller;
 
     /// The rank in the world of a rank of the group; itself if there is none.
-    #[cfg_attr(not(feature = "cuda-driver"), expect(dead_code, reason = "asked for collectives of devices"))]
+    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "asked for collectives of devices"))]
     fn world_rank(&self, index: usize) -> usize;
 
     /// How long a rank waits for its peers.
-    #[cfg_attr(not(feature = "cuda-driver"), expect(dead_code, reason = "asked for collectives of devices"))]
+    #[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "asked for collectives of devices"))]
     fn timeout(&self) -> Duration;
 
     /// Enters a call in the order of this rank's calls, those of the host included, and gives its number.

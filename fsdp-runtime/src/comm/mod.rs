@@ -6,7 +6,7 @@ mod device_mesh;
 mod error;
 mod ledger;
 pub mod local;
-#[cfg(feature = "cuda-driver")]
+#[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod tcp;
 mod traffic;

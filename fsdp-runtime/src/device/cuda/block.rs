@@ -183,6 +183,7 @@ impl Memory for CudaMemory {
     }
 }
 
+#[cfg(feature = "nccl")]
 impl CudaDevice {
     /// Memory of this device that another allocator has made, `bytes` at `ptr`; it is set to zero in the order of the
     /// compute stream.

@@ -148,6 +148,7 @@ impl CudaDevice {
     }
 
     /// Lets the calling thread ask for events while other threads capture graphs.
+    #[cfg(feature = "nccl")]
     pub(crate) fn tolerate_captures(&self) -> Result<(), CommError> {
         let mut mode = cuda::sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the call sets this thread's mode, and writes the one it had.

@@ -24,6 +24,7 @@ mod event;
 mod kernels;
 mod stream;
 
+#[cfg(feature = "nccl")]
 pub(crate) use block::GiveBack;
 pub use block::{CudaMemory, PinnedMemory};
 pub use device::{CudaDevice, CudaOptions, KernelImage};
