@@ -2,38 +2,6 @@
 
 namespace fsdp {
 
-// Of some logits: the largest, and the sum of exp(logit - largest).
-struct Softmax {
-    f32 max;
-    f32 sum;
-};
-
-FSDP_DEVICE Softmax merged(Softmax a, Softmax b) {
-    const f32 max = b.max > a.max ? b.max : a.max;
-    return Softmax{max, a.sum * exp_f32(a.max - max) + b.sum * exp_f32(b.max - max)};
-}
-
-// Over the block, in the order of the lanes' butterfly and then of the warps: every thread gets the same bits.
-FSDP_DEVICE Softmax block_softmax(Softmax value) {
-    FSDP_SHARED(f32, maxima, WARPS);
-    FSDP_SHARED(f32, sums, WARPS);
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        Softmax other;
-        other.max = __shfl_xor_sync(ALL_LANES, value.max, distance);
-        other.sum = __shfl_xor_sync(ALL_LANES, value.sum, distance);
-        value = merged(value, other);
-    }
-    __syncthreads();  // the last row's readers are done
-    if (threadIdx.x % WARP == 0) {
-        maxima[threadIdx.x / WARP] = value.max;
-        sums[threadIdx.x / WARP] = value.sum;
-    }
-    __syncthreads();
-    Softmax total = {maxima[0], sums[0]};
-    for (u32 warp = 1; warp < WARPS; ++warp) total = merged(total, Softmax{maxima[warp], sums[warp]});
-    return total;
-}
-
 struct CrossEntropyArgs {
     const void* logits;  // [rows, vocab]
     const u32* targets;  // [rows]
@@ -48,24 +16,16 @@ struct CrossEntropyArgs {
 // A target that is neither ignored nor below vocab makes the row's loss NaN.
 template <class T>
 FSDP_DEVICE void cross_entropy(const CrossEntropyArgs& a) {
-    // Where the search for the maximum starts: finite, so that a logit of -infinity has weight 0.
-    const f32 LOWEST = -3.40282347e38f;
     for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
         const T* logits = static_cast<const T*>(a.logits) + row * a.vocab;
-        Softmax mine = {LOWEST, 0.0f};
+        Softmax mine = NO_LOGITS;
         for_each_by(threadIdx.x, THREADS, a.vocab, packs(logits), [&](auto n, u64 at) {
             constexpr int N = decltype(n)::value;
             f32 logit[N];
             load<N>(logits, at, logit);
-            f32 max = mine.max;
-            FSDP_UNROLL
-            for (int k = 0; k < N; ++k) max = logit[k] > max ? logit[k] : max;
-            f32 sum = mine.max == max ? mine.sum : mine.sum * exp_f32(mine.max - max);
-            FSDP_UNROLL
-            for (int k = 0; k < N; ++k) sum += exp_f32(logit[k] - max);
-            mine = Softmax{max, sum};
+            mine = with_logits(mine, logit);
         });
-        const Softmax all = block_softmax(mine);
+        const Softmax all = team_softmax<THREADS>(mine);
         if (threadIdx.x != 0) continue;
         const u32 target = get(a.targets, row);
         f64 loss = 0.0;

@@ -1,6 +1,37 @@
-// The gradient of a table whose rows were looked up, summed in the order of the positions: the bits of the CPU op.
+// Rows of a table, and its gradient, summed in the order of the positions: the bits of the CPU op.
 
 namespace fsdp {
+
+struct EmbeddingArgs {
+    const u32* ids;      // [count]
+    const void* weight;  // [vocab, dim]
+    void* rows;          // [count, dim]
+    u64 dim;
+    u64 count;
+    u32 vocab;
+};
+
+// rows[p] = weight[ids[p]]; NaN for an id that is not below vocab.
+template <class T>
+FSDP_DEVICE void embedding(const EmbeddingArgs& a) {
+    const T* weight = static_cast<const T*>(a.weight);
+    T* rows = static_cast<T*>(a.rows);
+    const bool packed = a.dim % PACK == 0 && packs(weight) && packs(rows);
+    for (u64 position = blockIdx.x; position < a.count; position += gridDim.x) {
+        const u32 id = get(a.ids, position);
+        for_each_by(threadIdx.x, THREADS, a.dim, packed, [&](auto n, u64 at) {
+            constexpr int N = decltype(n)::value;
+            f32 value[N];
+            if (id < a.vocab) {
+                load<N>(weight, id * a.dim + at, value);
+            } else {
+                FSDP_UNROLL
+                for (int k = 0; k < N; ++k) value[k] = f32_from_bits(0x7fc00000);
+            }
+            store<N>(rows, position * a.dim + at, value);
+        });
+    }
+}
 
 struct EmbeddingSpansArgs {
     const u32* ids;  // [count]
@@ -72,6 +103,9 @@ FSDP_DEVICE void embedding_backward(const EmbeddingBackwardArgs& a) {
     }
 }
 
+FSDP_KERNEL(fsdp_embedding_f32, EmbeddingArgs, embedding<f32>);
+FSDP_KERNEL(fsdp_embedding_bf16, EmbeddingArgs, embedding<bf16>);
+FSDP_KERNEL(fsdp_embedding_f16, EmbeddingArgs, embedding<f16>);
 FSDP_KERNEL(fsdp_embedding_spans, EmbeddingSpansArgs, embedding_spans);
 FSDP_KERNEL(fsdp_embedding_backward_f32, EmbeddingBackwardArgs, embedding_backward<f32>);
 FSDP_KERNEL(fsdp_embedding_backward_bf16, EmbeddingBackwardArgs, embedding_backward<bf16>);

@@ -13,5 +13,7 @@
 #include "rms_norm.cuh"
 #include "rope.cuh"
 #include "swiglu.cuh"
+#include "softmax.cuh"
 #include "cross_entropy.cuh"
+#include "dropout.cuh"
 #include "embedding.cuh"

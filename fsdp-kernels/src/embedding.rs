@@ -1,14 +1,56 @@
-//! The gradient of a table whose rows were looked up.
+//! Rows of a table, and its gradient.
 //!
-//! [`embedding_spans`] notes where each id occurs first and last, then [`embedding_backward`] adds up the rows of each
+//! For the gradient [`embedding_spans`] notes where each id occurs first and last, then [`embedding_backward`] adds up the rows of each
 //! id in the order of its positions.
 
 use crate::dtype::{by_dtype, pick};
 use crate::launch::{PACK, THREADS};
 use crate::{Access, Args, DevicePtr, Dtype, Launch};
 
+pub(crate) const EMBEDDING: &[&str] = by_dtype!("embedding");
 pub(crate) const EMBEDDING_SPANS: &str = "fsdp_embedding_spans";
 pub(crate) const EMBEDDING_BACKWARD: &[&str] = by_dtype!("embedding_backward");
+
+/// Rows of a table of this dtype; takes [`EmbeddingArgs`].
+pub fn embedding(dtype: Dtype) -> &'static str {
+    pick(EMBEDDING, dtype)
+}
+
+/// `rows[p] = weight[ids[p]]`; NaN for an id that is not below `vocab`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct EmbeddingArgs {
+    /// u32 `[count]`.
+    pub ids: DevicePtr,
+    /// `[vocab, dim]`.
+    pub weight: DevicePtr,
+    /// `[count, dim]`, written.
+    pub rows: DevicePtr,
+    /// Elements of a row.
+    pub dim: u64,
+    /// Number of ids.
+    pub count: u64,
+    /// Rows of the table.
+    pub vocab: u32,
+}
+
+// SAFETY: repr(C), the fields of `EmbeddingArgs` in embedding.cuh.
+unsafe impl Args for EmbeddingArgs {
+    fn launch(&self, max_blocks: u32) -> Option<Launch> {
+        if self.dim == 0 {
+            return None;
+        }
+        Launch::over(self.count, max_blocks)
+    }
+
+    fn accesses(&self, [dtype, _]: [Dtype; 2]) -> Vec<Access> {
+        vec![
+            Access::read(self.ids, self.count, 4),
+            Access::read(self.weight, u64::from(self.vocab).saturating_mul(self.dim), dtype.size()),
+            Access::write(self.rows, self.count.saturating_mul(self.dim), dtype.size()),
+        ]
+    }
+}
 
 /// Where ids occur; takes [`EmbeddingSpansArgs`].
 pub fn embedding_spans() -> &'static str {

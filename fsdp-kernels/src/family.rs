@@ -48,6 +48,10 @@ families! {
     crate::swiglu::SWIGLU_BACKWARD => SwigluBackwardArgs,
     crate::cross_entropy::CROSS_ENTROPY => CrossEntropyArgs,
     crate::cross_entropy::CROSS_ENTROPY_BACKWARD => CrossEntropyBackwardArgs,
+    crate::softmax::CAUSAL_SOFTMAX => CausalSoftmaxArgs,
+    crate::softmax::CAUSAL_SOFTMAX_BACKWARD => CausalSoftmaxBackwardArgs,
+    crate::dropout::DROPOUT => DropoutArgs,
+    crate::embedding::EMBEDDING => EmbeddingArgs,
     &[crate::embedding::EMBEDDING_SPANS] => EmbeddingSpansArgs,
     crate::embedding::EMBEDDING_BACKWARD => EmbeddingBackwardArgs,
 }

@@ -23,7 +23,7 @@
 //! - Results do not depend on the number of blocks or on timing: every sum has one order. On alignment only sums along
 //!   the rows of RMSNorm and of logits depend, within rounding.
 //! - Arithmetic is f32 (norms of gradients and losses: f64), rounded to nearest even when stored as bf16 or f16. AdamW,
-//!   reductions, rotary embedding, SwiGLU and the embedding's gradient give the bits of the CPU implementations.
+//!   reductions, rotary embedding, SwiGLU, dropout and the embedding's gradient give the bits of the CPU implementations.
 //! - Any length and offset is right; packs of four elements are used where addresses allow.
 //! - Indices are 64 bits wide.
 //!
@@ -35,6 +35,7 @@
 mod access;
 mod adamw;
 mod cross_entropy;
+mod dropout;
 mod dtype;
 mod embedding;
 mod family;
@@ -46,6 +47,7 @@ mod launch;
 mod norm;
 mod rms_norm;
 mod rope;
+mod softmax;
 mod source;
 mod swiglu;
 
@@ -54,8 +56,11 @@ pub use adamw::{AdamWArgs, AdamWSegment, AdamWStep, adamw};
 pub use cross_entropy::{
     CrossEntropyArgs, CrossEntropyBackwardArgs, NO_IGNORED_TARGET, cross_entropy, cross_entropy_backward,
 };
+pub use dropout::{DropoutArgs, dropout};
 pub use dtype::Dtype;
-pub use embedding::{EmbeddingBackwardArgs, EmbeddingSpansArgs, embedding_backward, embedding_spans};
+pub use embedding::{
+    EmbeddingArgs, EmbeddingBackwardArgs, EmbeddingSpansArgs, embedding, embedding_backward, embedding_spans,
+};
 pub use family::{FAMILIES, Family};
 pub use flat::{
     AccumulateArgs, CastArgs, FillArgs, MAX_RANKS, SumRanksArgs, accumulate, cast, fill, sum_ranks,
@@ -67,5 +72,6 @@ pub use rms_norm::{
     ColumnSumsArgs, RmsNormArgs, RmsNormBackwardArgs, column_sums, rms_norm, rms_norm_backward,
 };
 pub use rope::{RopeArgs, rope};
+pub use softmax::{CausalSoftmaxArgs, CausalSoftmaxBackwardArgs, causal_softmax, causal_softmax_backward};
 pub use source::{OPTIONS, SOURCE};
 pub use swiglu::{SwigluArgs, SwigluBackwardArgs, swiglu, swiglu_backward};

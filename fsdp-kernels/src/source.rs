@@ -25,7 +25,9 @@ program! {
     "rms_norm.cuh"
     "rope.cuh"
     "swiglu.cuh"
+    "softmax.cuh"
     "cross_entropy.cuh"
+    "dropout.cuh"
     "embedding.cuh"
 }
 

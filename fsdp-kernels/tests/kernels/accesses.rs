@@ -68,7 +68,7 @@ fn every_barrier_is_needed() {
         assert_eq!(case.run(&case.accesses()), Ok(()));
     }
     let barriers = host::barriers();
-    // Those of block_sum, block_softmax, column_sums and embedding_backward.
+    // Those of block_sum, team_softmax, column_sums and embedding_backward.
     assert_eq!(barriers.len(), 8, "{barriers:?}");
     for (index, barrier) in barriers.iter().enumerate() {
         let found = cases.iter().find_map(|case| {

@@ -259,6 +259,57 @@ fn of_one(dtype: Dtype, shift: Shift) -> Vec<Case> {
     };
     cases.push(Case::new(cross_entropy_backward(dtype), args, m.buffers));
 
+    // Rows of a warp, and those of a block; whole sequences.
+    for (rows, positions) in [(70, 35), (514, 514)] {
+        let (len, wide) = (rows * positions, [rows as u64, positions as u64]);
+        let mut m = shift.memory();
+        let args = CausalSoftmaxArgs {
+            scores: m.f32s(len),
+            weights: m.real(dtype, len),
+            lse: m.f32s(rows),
+            rows: wide[0],
+            positions: wide[1],
+        };
+        cases.push(Case::new(causal_softmax(dtype), args, m.buffers));
+
+        let mut m = shift.memory();
+        let args = CausalSoftmaxBackwardArgs {
+            scores: m.f32s(len),
+            lse: m.f32s(rows),
+            dweights: m.f32s(len),
+            weights: m.real(dtype, len),
+            dscores: m.real(dtype, len),
+            rows: wide[0],
+            positions: wide[1],
+            scale: 0.5,
+        };
+        cases.push(Case::new(causal_softmax_backward(dtype), args, m.buffers));
+    }
+
+    let mut m = shift.memory();
+    let args = DropoutArgs {
+        x: m.real(dtype, 3 * 41),
+        y: m.real(dtype, 3 * 41),
+        samples: 3,
+        width: 41,
+        key: 7,
+        first_sample: 5,
+        threshold: 1 << 30,
+        scale: 1.3,
+    };
+    cases.push(Case::new(dropout(dtype), args, m.buffers));
+
+    let mut m = shift.memory();
+    let args = EmbeddingArgs {
+        ids: m.of(&[4u32, 0, 2, 4]),
+        weight: m.real(dtype, 5 * 300),
+        rows: m.real(dtype, 4 * 300),
+        dim: 300,
+        count: 4,
+        vocab: 5,
+    };
+    cases.push(Case::new(embedding(dtype), args, m.buffers));
+
     // Three ids, all of which span several searches.
     let count = 900u32;
     let ids: Vec<u32> = (0..count).map(|at| at % 3).collect();

@@ -1,4 +1,7 @@
-use fsdp_kernels::{Dtype, EmbeddingBackwardArgs, EmbeddingSpansArgs, embedding_backward, embedding_spans};
+use fsdp_kernels::{
+    Dtype, EmbeddingArgs, EmbeddingBackwardArgs, EmbeddingSpansArgs, embedding, embedding_backward,
+    embedding_spans,
+};
 
 use crate::device::{Buffer, Device, on_every_grid};
 use crate::number::values;
@@ -99,4 +102,36 @@ fn ids_that_the_table_does_not_have_are_passed_over() {
     let mut want = start.clone();
     expected(&ids, &drows, &mut want, 4);
     assert_eq!(run(Device::WIDE, Dtype::F32, &ids, &drows, &start, 4, 0), want);
+}
+
+#[test]
+fn rows_are_those_of_the_ids() {
+    for dtype in Dtype::ALL {
+        for dim in [1, 3, 4, 255, 1028, 2050] {
+            for offset in [0, 1] {
+                let table = values(dtype, 7 * dim, 1);
+                let wanted = [6u32, 0, 3, 3, 7, u32::MAX, 1];
+                let rows = on_every_grid(|device| {
+                    let (ids, weight) = (Buffer::of(&wanted, 0), Buffer::real(dtype, &table, offset));
+                    let rows = Buffer::real(dtype, &vec![7.0; wanted.len() * dim], 0);
+                    let args = EmbeddingArgs {
+                        ids: ids.at(),
+                        weight: weight.at(),
+                        rows: rows.at(),
+                        dim: dim as u64,
+                        count: wanted.len() as u64,
+                        vocab: 7,
+                    };
+                    device.launch(embedding(dtype), &args);
+                    rows.bits(dtype)
+                });
+                for (row, id) in rows.chunks_exact(dim).zip(wanted) {
+                    match table.chunks_exact(dim).nth(id as usize) {
+                        Some(want) => assert!(row.iter().zip(want).all(|(row, want)| *row == want.to_bits())),
+                        None => assert!(row.iter().all(|&bits| f32::from_bits(bits).is_nan())),
+                    }
+                }
+            }
+        }
+    }
 }
