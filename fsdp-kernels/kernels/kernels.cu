@@ -16,4 +16,5 @@
 #include "softmax.cuh"
 #include "cross_entropy.cuh"
 #include "dropout.cuh"
+#include "swap_dims.cuh"
 #include "embedding.cuh"

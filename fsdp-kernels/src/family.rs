@@ -51,6 +51,7 @@ families! {
     crate::softmax::CAUSAL_SOFTMAX => CausalSoftmaxArgs,
     crate::softmax::CAUSAL_SOFTMAX_BACKWARD => CausalSoftmaxBackwardArgs,
     crate::dropout::DROPOUT => DropoutArgs,
+    crate::swap_dims::SWAP_DIMS => SwapDimsArgs,
     crate::embedding::EMBEDDING => EmbeddingArgs,
     &[crate::embedding::EMBEDDING_SPANS] => EmbeddingSpansArgs,
     crate::embedding::EMBEDDING_BACKWARD => EmbeddingBackwardArgs,

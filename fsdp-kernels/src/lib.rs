@@ -49,6 +49,7 @@ mod rms_norm;
 mod rope;
 mod softmax;
 mod source;
+mod swap_dims;
 mod swiglu;
 
 pub use access::Access;
@@ -74,4 +75,5 @@ pub use rms_norm::{
 pub use rope::{RopeArgs, rope};
 pub use softmax::{CausalSoftmaxArgs, CausalSoftmaxBackwardArgs, causal_softmax, causal_softmax_backward};
 pub use source::{OPTIONS, SOURCE};
+pub use swap_dims::{SwapDimsArgs, swap_dims};
 pub use swiglu::{SwigluArgs, SwigluBackwardArgs, swiglu, swiglu_backward};

@@ -28,6 +28,7 @@ program! {
     "softmax.cuh"
     "cross_entropy.cuh"
     "dropout.cuh"
+    "swap_dims.cuh"
     "embedding.cuh"
 }
 

@@ -300,6 +300,17 @@ fn of_one(dtype: Dtype, shift: Shift) -> Vec<Case> {
     cases.push(Case::new(dropout(dtype), args, m.buffers));
 
     let mut m = shift.memory();
+    let args = SwapDimsArgs {
+        from: m.real(dtype, 2 * 3 * 5 * 40),
+        to: m.real(dtype, 2 * 3 * 5 * 40),
+        batch: 2,
+        first: 3,
+        second: 5,
+        width: 40,
+    };
+    cases.push(Case::new(swap_dims(dtype), args, m.buffers));
+
+    let mut m = shift.memory();
     let args = EmbeddingArgs {
         ids: m.of(&[4u32, 0, 2, 4]),
         weight: m.real(dtype, 5 * 300),

@@ -19,4 +19,5 @@ mod number;
 mod rms_norm;
 mod rope;
 mod softmax;
+mod swap_dims;
 mod swiglu;
