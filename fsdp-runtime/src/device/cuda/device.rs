@@ -10,6 +10,7 @@ use super::block::{CudaMemory, PinnedMemory};
 use super::error::{CudaError, on_stream, words};
 use super::event::Origin;
 use super::kernels::Kernels;
+use super::libraries;
 use super::stream::{CudaStream, Priority};
 use crate::comm::CommError;
 
@@ -83,6 +84,20 @@ impl CudaDevice {
         self.0.context.ordinal()
     }
 
+    /// What tells the GPU from all others, whatever its number is in a process.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn uuid(&self) -> Result<[u8; 16], CudaError> {
+        let uuid = self.0.context.uuid().map_err(|error| CudaError::Call {
+            ordinal: self.ordinal(),
+            call: "asking for its id",
+            message: words(error),
+        })?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
     /// `cuda:0`.
     pub fn name(&self) -> &str {
         &self.0.name
@@ -143,6 +158,7 @@ impl CudaDevice {
     }
 
     /// Whether it is the same view: one that fails with this one.
+    #[cfg(feature = "nccl")]
     pub(crate) fn is(&self, other: &CudaDevice) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -157,6 +173,7 @@ impl CudaDevice {
     }
 
     /// Makes its context the calling thread's.
+    #[cfg(feature = "nccl")]
     pub(crate) fn bind(&self) -> Result<(), CommError> {
         self.0.context.bind_to_thread().map_err(on_stream(self.name(), "binding the context"))
     }
@@ -168,10 +185,9 @@ impl fmt::Debug for CudaDevice {
     }
 }
 
-/// cudarc panics where a library cannot be loaded.
-fn require_driver() -> Result<(), CudaError> {
-    // SAFETY: it loads the library, whose initialisers are those of the CUDA driver.
-    if unsafe { cuda::sys::is_culib_present() } {
+/// Checks that the driver is there: cudarc panics where it cannot be loaded.
+pub(super) fn require_driver() -> Result<(), CudaError> {
+    if libraries::has_driver() {
         return Ok(());
     }
     Err(CudaError::MissingLibrary {

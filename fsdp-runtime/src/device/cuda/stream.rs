@@ -46,6 +46,7 @@ impl CudaStream {
     }
 
     /// Whether what is submitted becomes part of a graph instead of being done.
+    #[cfg(any(feature = "nccl", feature = "cuda"))]
     pub(crate) fn is_capturing(&self) -> Result<bool, CommError> {
         let status = self.stream.capture_status().map_err(on_stream(&self.name, "asking for its capture"))?;
         Ok(status != cuda::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
