@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::device::{CudaDevice, CudaOptions};
 use super::error::CudaError;
 use super::stream::{CudaStream, Priority};
-use super::updates::Tables;
+use super::updates::{Steps, Tables};
 use crate::comm::CommError;
 use crate::device::{Backend, Kernels, Memory, Slice, Stream};
 use crate::spec::Dtype;
@@ -26,6 +26,7 @@ pub struct CudaBackend {
     /// Page-locked memory on the way to and from the host; made when first needed.
     staging: Mutex<Option<Slice>>,
     pub(super) tables: Mutex<Tables>,
+    pub(super) steps: Mutex<Steps>,
 }
 
 impl CudaBackend {
@@ -44,7 +45,14 @@ impl CudaBackend {
         let device = CudaDevice::of(stream, options)?;
         let compute = device.compute("compute");
         let tensors = candle_core::Device::Cuda(tensors.clone());
-        Ok(CudaBackend { tensors, device, compute, staging: Mutex::default(), tables: Mutex::default() })
+        Ok(CudaBackend {
+            tensors,
+            device,
+            compute,
+            staging: Mutex::default(),
+            tables: Mutex::default(),
+            steps: Mutex::default(),
+        })
     }
 
     /// Its device, for communicators.
@@ -52,7 +60,7 @@ impl CudaBackend {
         &self.device
     }
 
-    pub(super) fn stream(&self) -> &CudaStream {
+    pub(crate) fn stream(&self) -> &Arc<CudaStream> {
         &self.compute
     }
 

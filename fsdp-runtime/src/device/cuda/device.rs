@@ -2,11 +2,12 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use cudarc::driver as cuda;
 use parking_lot::Mutex;
 
-use super::block::{CudaMemory, PinnedMemory};
+use super::block::{CudaBlock, CudaMemory, PinnedMemory};
 use super::error::{CudaError, on_stream, words};
 use super::event::Origin;
 use super::kernels::Kernels;
@@ -40,8 +41,19 @@ pub(super) struct State {
     pub compute: Arc<cuda::CudaStream>,
     pub kernels: Kernels,
     pub origin: Mutex<Option<Arc<Origin>>>,
+    pub capture: Capturing,
     name: String,
     failure: Mutex<Option<CommError>>,
+}
+
+/// Whether the streams capture what they are given, instead of doing it.
+#[derive(Default)]
+pub(super) struct Capturing {
+    pub active: AtomicBool,
+    /// Buffers that were allocated in the present capture and are not freed yet.
+    pub blocks: AtomicUsize,
+    /// Buffers from before it that were dropped in it: freeing them is not a part of it.
+    pub kept: Mutex<Vec<CudaBlock>>,
 }
 
 impl CudaDevice {
@@ -76,7 +88,8 @@ impl CudaDevice {
         let kernels = Kernels::load(&context, &options.kernels)?;
         let name = format!("cuda:{}", context.ordinal());
         let (origin, failure) = (Mutex::default(), Mutex::default());
-        Ok(CudaDevice(Arc::new(State { context, compute, kernels, origin, name, failure })))
+        let capture = Capturing::default();
+        Ok(CudaDevice(Arc::new(State { context, compute, kernels, origin, capture, name, failure })))
     }
 
     /// Its number among the visible devices.
@@ -151,6 +164,11 @@ impl CudaDevice {
     /// The device has failed for good: streams refuse work, and waits end.
     pub fn fail(&self, error: CommError) {
         self.0.failure.lock().get_or_insert(error);
+    }
+
+    /// Whether its streams capture what they are given. A thread asks that submits to them.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.0.capture.active.load(Ordering::Relaxed)
     }
 
     pub(super) fn state(&self) -> &State {

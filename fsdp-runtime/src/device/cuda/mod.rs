@@ -23,6 +23,8 @@ mod copy;
 mod device;
 mod error;
 mod event;
+#[cfg(feature = "cuda")]
+mod graph;
 mod kernels;
 mod libraries;
 mod stream;
@@ -39,6 +41,8 @@ pub use block::{CudaMemory, PinnedMemory};
 pub use device::{CudaDevice, CudaOptions, KernelImage};
 pub use error::CudaError;
 pub use event::CudaEvent;
+#[cfg(feature = "cuda")]
+pub(crate) use graph::CudaWork;
 #[cfg(feature = "nccl")]
 pub(crate) use libraries::has_nccl;
 pub use stream::{CudaStream, Priority};
@@ -46,3 +50,5 @@ pub use stream::{CudaStream, Priority};
 pub(crate) use tensors::accumulate;
 #[cfg(feature = "cuda")]
 pub use tensors::{device, device_count, launch};
+#[cfg(feature = "cuda")]
+pub(crate) use updates::Steps;

@@ -7,6 +7,7 @@ use fsdp_kernels::{AdamWArgs, AdamWSegment, SquaredNormArgs, SumArgs};
 
 use super::backend::CudaBackend;
 use super::copy::address;
+use super::stream::CudaStream;
 use crate::comm::CommError;
 use crate::device::{AdamWRun, AdamWScalars, Event, Kernels, Slice, Stream};
 use crate::spec::Dtype;
@@ -23,6 +24,8 @@ pub(super) struct Table {
     device: Slice,
     /// The copy of the last step.
     copied: Option<Arc<dyn Event>>,
+    /// The host has written scalars that are not copied yet.
+    fresh: bool,
 }
 
 /// Bytes before the first run: the factor, at an alignment of 8.
@@ -33,13 +36,14 @@ impl Table {
         let elements = (HEAD + runs * size_of::<AdamWSegment>()) / 4;
         let host = Slice::zeros_in(&backend.device().pinned(), Dtype::F32, elements, None)?;
         let device = Slice::zeros_in(&backend.device().memory(), Dtype::F32, elements, None)?;
-        Ok(Table { host, device, copied: None })
+        Ok(Table { host, device, copied: None, fresh: false })
     }
 
     fn write(&mut self, runs: &[AdamWRun], grad_scale: f32) -> Result<(), CommError> {
         if let Some(copied) = self.copied.take() {
             copied.synchronize()?;
         }
+        self.fresh = true;
         // SAFETY: the last copy is done, and the table is borrowed mutably.
         let bytes = unsafe { self.host.as_mut_bytes() };
         bytes[..4].copy_from_slice(&grad_scale.to_ne_bytes());
@@ -65,6 +69,40 @@ impl Table {
     }
 }
 
+impl Table {
+    fn copy(&mut self, stream: &CudaStream) -> Result<(), CommError> {
+        if std::mem::take(&mut self.fresh) {
+            stream.copy(&self.host, &self.device)?;
+            self.copied = Some(stream.record());
+        }
+        Ok(())
+    }
+}
+
+/// What a call of [`Kernels::adamw`] does beside writing the table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Steps {
+    /// Copies the table to the device and launches the kernel.
+    #[default]
+    Taken,
+    /// Launches the kernel, to be captured.
+    Captured,
+    /// Nothing: the kernel is in a graph.
+    Replayed,
+}
+
+impl CudaBackend {
+    /// Sets what calls of [`Kernels::adamw`] do.
+    pub(crate) fn set_steps(&self, steps: Steps) {
+        *self.steps.lock() = steps;
+    }
+
+    /// Copies the tables that were written and not copied.
+    pub(crate) fn copy_tables(&self) -> Result<(), CommError> {
+        self.tables.lock().values_mut().try_for_each(|table| table.copy(self.stream()))
+    }
+}
+
 const _: () = assert!(size_of::<AdamWSegment>() == 48, "two u64 and eight f32, as a table is written");
 
 impl Kernels for CudaBackend {
@@ -87,9 +125,10 @@ impl Kernels for CudaBackend {
             *table = Table::new(self, runs.len())?;
         }
         table.write(runs, grad_scale)?;
-        stream.copy(&table.host, &table.device)?;
-        if !stream.is_capturing()? {
-            table.copied = Some(stream.record());
+        match *self.steps.lock() {
+            Steps::Taken => table.copy(stream)?,
+            Steps::Captured => {}
+            Steps::Replayed => return Ok(()),
         }
         let head = address(&table.device);
         let wide = weights.dtype() == Dtype::F32;
