@@ -20,6 +20,17 @@ impl RandomStream {
         RandomStream { key, first_sample }
     }
 
+    /// What names it, whoever draws from it: its words are those of ChaCha with 8 rounds, from block 0 on, whose key is
+    /// the first two outputs of SplitMix64 of this number and then those of the sample's global index.
+    pub fn key(&self) -> u64 {
+        self.key
+    }
+
+    /// Global index of the first sample of this rank's batch.
+    pub fn first_sample(&self) -> u64 {
+        self.first_sample
+    }
+
     /// Writes uniform 32-bit words for one sample of this rank's batch, the `sample`-th: they depend on the
     /// sample's global index, not on the rank that has it.
     pub fn fill(&self, sample: u64, words: &mut [u32]) {

@@ -1,5 +1,8 @@
 //! Causal grouped-query attention, without the score matrix of the whole batch.
 
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
+
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
@@ -44,7 +47,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usi
             [b, t, shape.kv_width()]
         );
     }
-    let op = Attention { shape, lse: OnceLock::new() };
+    let op = Attention {
+        shape,
+        lse: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        cuda_lse: OnceLock::new(),
+    };
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     if q.track_op() || k.track_op() || v.track_op() {
         q.apply_op3(&k, &v, op)
@@ -285,6 +293,9 @@ struct Attention {
     shape: AttentionShape,
     /// Log-sum-exp of each query's scores, kept for backward.
     lse: OnceLock<Vec<f32>>,
+    /// The same on a CUDA device.
+    #[cfg(feature = "cuda")]
+    cuda_lse: OnceLock<super::cuda::Buffer>,
 }
 
 impl CustomOp3 for Attention {
@@ -312,6 +323,19 @@ impl CustomOp3 for Attention {
         Ok((out, q_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        q_layout: &Layout,
+        k: &candle_core::CudaStorage,
+        k_layout: &Layout,
+        v: &candle_core::CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda((q, q_layout), (k, k_layout), (v, v_layout))
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -320,8 +344,12 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(lse) = self.lse.get() else { bail!("{OP}: backward before forward") };
         let dout = dout.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if q.device().is_cuda() {
+            return self.bwd_on_cuda(q, k, v, &dout);
+        }
+        let Some(lse) = self.lse.get() else { bail!("{OP}: backward before forward") };
         let [dq, dk, dv] = with_element!(OP, q.dtype(), T => {
             with_elements::<T, _>(OP, q, |q| with_elements::<T, _>(OP, k, |k| {
                 with_elements::<T, _>(OP, v, |v| with_elements::<T, _>(OP, out, |out| {

@@ -1,5 +1,8 @@
 //! Cross-entropy of logits against target ids.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
@@ -66,6 +69,8 @@ pub fn cross_entropy_with(
             targets.dims()
         );
     }
+    #[cfg(feature = "cuda")]
+    let on_cuda = cuda::State::new(logits, targets, options.ignore_index)?;
     let targets = ids(OP, targets)?;
     let ignored = |target: &u32| Some(*target) == options.ignore_index;
     if let Some(at) = targets.iter().position(|t| !ignored(t) && *t as usize >= vocab) {
@@ -77,7 +82,13 @@ pub fn cross_entropy_with(
         Reduction::Mean => valid.max(1),
         Reduction::Sum => 1,
     };
-    let op = CrossEntropy { targets, divisor: divisor as f64, statistics: OnceLock::new() };
+    let op = CrossEntropy {
+        targets,
+        divisor: divisor as f64,
+        statistics: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        on_cuda,
+    };
     let logits = logits.contiguous()?;
     let loss = if logits.track_op() { logits.apply_op1(op) } else { logits.apply_op1_no_bwd(&op) }?;
     Ok((loss, valid))
@@ -95,6 +106,8 @@ struct CrossEntropy {
     targets: Vec<Option<u32>>,
     divisor: f64,
     statistics: OnceLock<Vec<Statistics>>,
+    #[cfg(feature = "cuda")]
+    on_cuda: cuda::State,
 }
 
 fn statistics(logits: &[f32], vocab: usize) -> Vec<Statistics> {
@@ -169,7 +182,20 @@ impl CustomOp1 for CrossEntropy {
         Ok((CpuStorage::F32(vec![(total / self.divisor) as f32]), Shape::from(())))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        logits: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(logits, layout)
+    }
+
     fn bwd(&self, logits: &Tensor, _loss: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
+        #[cfg(feature = "cuda")]
+        if logits.device().is_cuda() {
+            return self.bwd_on_cuda(logits, dloss);
+        }
         let Some(statistics) = self.statistics.get() else { bail!("{OP}: backward before forward") };
         let (_, vocab) = logits.dims2()?;
         let dloss: f32 = dloss.to_dtype(DType::F32)?.to_scalar()?;

@@ -1,5 +1,8 @@
 //! Dropout with masks that are drawn, not kept.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::Scope;
 use fsdp::random::RandomStream;
@@ -49,13 +52,22 @@ struct Dropout {
 }
 
 impl Dropout {
+    /// Random words below it drop their element.
+    fn threshold(&self) -> u32 {
+        (self.p * f64::from(u32::MAX)) as u32
+    }
+
+    /// Factor of the others.
+    fn scale(&self) -> f32 {
+        (1.0 / (1.0 - self.p)) as f32
+    }
+
     fn dropped<T: Element>(&self, x: &[T]) -> Vec<T> {
         let mut values = T::widen(x).into_owned();
         if values.is_empty() {
             return T::narrow(values);
         }
-        let scale = (1.0 / (1.0 - self.p)) as f32;
-        let threshold = (self.p * f64::from(u32::MAX)) as u32;
+        let (threshold, scale) = (self.threshold(), self.scale());
         let width = values.len() / self.samples;
         let mut words = vec![0; width];
         for (sample, values) in values.chunks_exact_mut(width).enumerate() {
@@ -78,6 +90,15 @@ impl CustomOp1 for Dropout {
             T::to_cpu_storage_owned(self.dropped::<T>(elements(OP, x, layout)?))
         });
         Ok((storage, layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(x, layout)
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {

@@ -1,5 +1,8 @@
 //! Rows of a table.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::{Accumulate, GradSink};
 
@@ -20,9 +23,17 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tenso
     };
     let mut dims = ids.dims().to_vec();
     dims.push(dim);
+    #[cfg(feature = "cuda")]
+    let cuda_ids = super::cuda::ids_beside(ids, weight)?;
     let ids = read_ids(OP, ids)?;
     check_ids(OP, "id", &ids, vocab)?;
-    let op = Embedding { ids, dims, sink: sink.clone() };
+    let op = Embedding {
+        ids,
+        #[cfg(feature = "cuda")]
+        cuda_ids,
+        dims,
+        sink: sink.clone(),
+    };
     let weight = weight.contiguous()?;
     if weight.track_op() { weight.apply_op1(op) } else { weight.apply_op1_no_bwd(&op) }
 }
@@ -39,6 +50,9 @@ pub(super) fn check_ids(op: &str, what: &str, ids: &[u32], vocab: usize) -> Resu
 
 struct Embedding {
     ids: Vec<u32>,
+    /// The same on the weight's device, if that is a CUDA device.
+    #[cfg(feature = "cuda")]
+    cuda_ids: Option<Tensor>,
     dims: Vec<usize>,
     sink: GradSink,
 }
@@ -61,9 +75,22 @@ impl CustomOp1 for Embedding {
         Ok((rows, Shape::from(self.dims.as_slice())))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(weight, layout)
+    }
+
     fn bwd(&self, weight: &Tensor, _rows: &Tensor, drows: &Tensor) -> Result<Option<Tensor>> {
-        let (_, dim) = weight.dims2()?;
         let drows = drows.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if weight.device().is_cuda() {
+            return self.bwd_on_cuda(weight, &drows);
+        }
+        let (_, dim) = weight.dims2()?;
         with_element!(OP, drows.dtype(), T => with_elements::<T, _>(OP, &drows, |drows| {
             let drows = T::widen(drows);
             deliver(OP, weight, &self.sink, |dst, mode| {

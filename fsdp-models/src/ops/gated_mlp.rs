@@ -1,5 +1,8 @@
 //! Llama's MLP as one op: one edge in the graph, no copy of its input's gradient for each projection.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -52,6 +55,8 @@ pub fn gated_mlp(
         sinks: sinks.map(GradSink::clone),
         bundle,
         activations: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        cuda_activations: OnceLock::new(),
     };
     if x.track_op() || weights.track_op() {
         x.apply_op2(&weights, op)
@@ -67,6 +72,9 @@ struct GatedMlp {
     bundle: Bundle,
     /// The outputs of gate and up, kept for backward.
     activations: OnceLock<[CpuStorage; 2]>,
+    /// The same on a CUDA device.
+    #[cfg(feature = "cuda")]
+    cuda_activations: OnceLock<[super::cuda::Buffer; 2]>,
 }
 
 struct Gradients {
@@ -203,6 +211,17 @@ impl CustomOp2 for GatedMlp {
         Ok((y, Shape::from(dims)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        layout: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(x, layout)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -211,6 +230,10 @@ impl CustomOp2 for GatedMlp {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.bwd_on_cuda(x, weights, &dy);
+        }
         let (rows, _) = rows_and_width(OP, x)?;
         let want_dx = x.track_op();
         let grads = with_element!(OP, x.dtype(), T => {

@@ -1,5 +1,8 @@
 //! The product with a weight: `x wᵀ`.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::GradSink;
 
@@ -69,6 +72,17 @@ impl CustomOp2 for Linear {
         Ok((y, Shape::from(dims)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        x_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(x, x_layout, weight, weight_layout)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -76,9 +90,13 @@ impl CustomOp2 for Linear {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.bwd_on_cuda(x, weight, &dy);
+        }
         let (out, width) = weight.dims2()?;
         let (rows, _) = rows_and_width(OP, x)?;
-        let dy = dy.contiguous()?;
         with_element!(OP, x.dtype(), T => with_elements::<T, _>(OP, &dy, |dy| {
             let dy = T::widen(dy);
             let dy = Mat::new(&dy, rows, out);

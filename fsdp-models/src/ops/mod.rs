@@ -21,6 +21,8 @@
 mod allocator;
 mod attention;
 mod cross_entropy;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod dropout;
 mod element;
 mod embedding;

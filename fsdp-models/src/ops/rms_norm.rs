@@ -1,5 +1,8 @@
 //! Root-mean-square normalisation.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
@@ -24,7 +27,13 @@ const OP: &str = "rms-norm";
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Result<Tensor> {
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let op = RmsNorm { eps: eps as f32, scales: OnceLock::new(), sink: sink.clone() };
+    let op = RmsNorm {
+        eps: eps as f32,
+        scales: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        cuda_scales: OnceLock::new(),
+        sink: sink.clone(),
+    };
     if x.track_op() || weight.track_op() {
         x.apply_op2(&weight, op)
     } else {
@@ -49,6 +58,9 @@ struct RmsNorm {
     eps: f32,
     /// `1 / sqrt(mean(x²) + eps)` of each row, kept for backward.
     scales: OnceLock<Vec<f32>>,
+    /// The same on a CUDA device.
+    #[cfg(feature = "cuda")]
+    cuda_scales: OnceLock<super::cuda::Buffer>,
     sink: GradSink,
 }
 
@@ -133,6 +145,17 @@ impl CustomOp2 for RmsNorm {
         Ok((y, x_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        x_layout: &Layout,
+        weight: &candle_core::CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(x, x_layout, weight, weight_layout)
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -140,8 +163,12 @@ impl CustomOp2 for RmsNorm {
         _y: &Tensor,
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(scales) = self.scales.get() else { bail!("{OP}: backward before forward") };
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.bwd_on_cuda(x, weight, &dy);
+        }
+        let Some(scales) = self.scales.get() else { bail!("{OP}: backward before forward") };
         let mut dweight = vec![0.0; weight.elem_count()];
         let dx = with_element!(OP, x.dtype(), T => with_elements::<T, _>(OP, x, |x| {
             with_elements::<T, _>(OP, weight, |weight| with_elements::<T, _>(OP, &dy, |dy| {

@@ -1,5 +1,8 @@
 //! Rotary position embedding.
 
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
+
 use std::mem::MaybeUninit;
 
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
@@ -166,8 +169,21 @@ impl CustomOp1 for Rope {
         Ok((y, layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(x, layout)
+    }
+
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.bwd_on_cuda(x, &dy);
+        }
         let dx = with_element!(OP, dy.dtype(), T => {
             with_elements::<T, _>(OP, &dy, |dy| self.apply(&T::widen(dy), Turn::Back))?
         });

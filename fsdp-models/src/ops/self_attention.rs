@@ -1,6 +1,9 @@
 //! Llama's attention with its projections as one op: one edge in the graph, no copy of a gradient between its
 //! steps.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
@@ -91,6 +94,8 @@ pub fn self_attention(
         cos: cos.detach().contiguous()?,
         sin: sin.detach().contiguous()?,
         saved: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        cuda_saved: OnceLock::new(),
     };
     if x.track_op() || argument.track_op() || o_weight.track_op() {
         x.apply_op3(&argument, &o_weight, op)
@@ -109,6 +114,8 @@ struct SelfAttention {
     cos: Tensor,
     sin: Tensor,
     saved: OnceLock<Saved>,
+    #[cfg(feature = "cuda")]
+    cuda_saved: OnceLock<cuda::Saved>,
 }
 
 /// What backward needs of forward.
@@ -251,6 +258,19 @@ impl CustomOp3 for SelfAttention {
         Ok((y, Shape::from((self.shape.b, self.shape.t, out))))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        x_layout: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+        o_weight: &candle_core::CudaStorage,
+        o_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda((x, x_layout), (o_weight, o_layout))
+    }
+
     fn bwd(
         &self,
         x: &Tensor,
@@ -260,6 +280,10 @@ impl CustomOp3 for SelfAttention {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return self.bwd_on_cuda(x, argument, o_weight, &dy);
+        }
         let want_dx = x.track_op();
         let grads = with_element!(OP, x.dtype(), T => {
             with_elements::<T, _>(OP, x, |x| with_elements::<T, _>(OP, &dy, |dy| {

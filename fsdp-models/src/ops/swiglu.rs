@@ -1,5 +1,8 @@
 //! The gated activation of Llama's MLP.
 
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
+
 use std::mem::MaybeUninit;
 
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
@@ -74,6 +77,17 @@ impl CustomOp2 for Swiglu {
         Ok((y, gate_layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        gate: &candle_core::CudaStorage,
+        gate_layout: &Layout,
+        up: &candle_core::CudaStorage,
+        up_layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.on_cuda(gate, gate_layout, up, up_layout)
+    }
+
     fn bwd(
         &self,
         gate: &Tensor,
@@ -82,6 +96,10 @@ impl CustomOp2 for Swiglu {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
+        #[cfg(feature = "cuda")]
+        if gate.device().is_cuda() {
+            return self.bwd_on_cuda(gate, up, &dy);
+        }
         let (dgate, dup) = with_element!(OP, gate.dtype(), T => with_elements::<T, _>(OP, gate, |gate| {
             with_elements::<T, _>(OP, up, |up| with_elements::<T, _>(OP, &dy, |dy| {
                 let (gate, up, dy) = (T::widen(gate), T::widen(up), T::widen(dy));

@@ -103,6 +103,16 @@ impl Node {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn forward_on_cuda(
+        &self,
+        weight: &candle_core::CudaStorage,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let device = weight.device.clone();
+        let slice = candle_core::cuda_backend::CudaStorageSlice::F32(device.alloc_zeros(1)?);
+        Ok((candle_core::CudaStorage { slice, device }, Shape::from(1)))
+    }
+
     fn take(&self) -> Result<Vec<Option<Tensor>>> {
         let grads = std::mem::take(&mut *self.slots.lock().unwrap_or_else(PoisonError::into_inner));
         if grads.len() != self.len {
@@ -121,6 +131,15 @@ impl CustomOp1 for Node {
         self.forward()
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.forward_on_cuda(weight)
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
         Ok(self.take()?.swap_remove(0))
     }
@@ -133,6 +152,17 @@ impl CustomOp2 for Node {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         self.forward()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &candle_core::CudaStorage,
+        _: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.forward_on_cuda(weight)
     }
 
     fn bwd(
@@ -162,6 +192,19 @@ impl CustomOp3 for Node {
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         self.forward()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        weight: &candle_core::CudaStorage,
+        _: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+        _: &candle_core::CudaStorage,
+        _: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        self.forward_on_cuda(weight)
     }
 
     fn bwd(

@@ -5,7 +5,7 @@ use std::ptr::from_ref;
 
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 use candle_core::cuda_backend::gemm_reduced_precision_f32;
-use candle_core::{Error, Result, bail};
+use candle_core::{Error, Result};
 use fsdp::Accumulate;
 use fsdp_kernels::{AccumulateArgs, Dtype, FillArgs, accumulate, fill};
 
@@ -46,7 +46,11 @@ impl Matrix<'_> {
 
     /// What cuBLAS, whose matrices are columns one after the other, is to do to read the transpose of this one.
     fn operation(&self) -> sys::cublasOperation_t {
-        if self.transposed { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
+        if self.transposed {
+            sys::cublasOperation_t::CUBLAS_OP_T
+        } else {
+            sys::cublasOperation_t::CUBLAS_OP_N
+        }
     }
 
     /// Elements from row to row in memory.

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _, DeviceRepr};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use fsdp_kernels::{DevicePtr, Dtype};
 use half::{bf16, f16};
 
@@ -188,11 +188,20 @@ fn locate(op: &str, storage: &CudaStorage, layout: &Layout) -> Result<(DevicePtr
     Ok((at + (start * dtype.size()) as u64, end - start, dtype))
 }
 
+/// The ids, contiguous, on the device of `beside`, if that is a CUDA device. Copied from the CPU.
+pub fn ids_beside(ids: &Tensor, beside: &Tensor) -> Result<Option<Tensor>> {
+    match beside.device() {
+        device @ Device::Cuda(_) => ids.to_device(device)?.contiguous().map(Some),
+        _ => Ok(None),
+    }
+}
+
 /// Address of the ids of a contiguous u32 tensor of `len` elements on a CUDA device.
 pub fn ids_at(op: &str, ids: &Tensor, len: usize) -> Result<DevicePtr> {
     let (storage, layout) = ids.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else { bail!("{op}: expected ids on a CUDA device") };
-    let (CudaStorageSlice::U32(slice), Some((start, end))) = (&storage.slice, layout.contiguous_offsets()) else {
+    let (CudaStorageSlice::U32(slice), Some((start, end))) = (&storage.slice, layout.contiguous_offsets())
+    else {
         bail!("{op}: expected contiguous ids of dtype u32");
     };
     if end - start != len || end > slice.len() {

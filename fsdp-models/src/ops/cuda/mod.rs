@@ -8,7 +8,7 @@ mod memory;
 mod weight_grad;
 
 pub(super) use gemm::{Matrix, add, matmul, product, zero};
-pub(super) use memory::{Buffer, Out, View, address, ids_at, scratch};
+pub(super) use memory::{Buffer, Out, View, address, ids_at, ids_beside, scratch};
 pub(super) use weight_grad::deliver;
 
 use candle_core::{CudaDevice, Device, Result, Tensor, bail};

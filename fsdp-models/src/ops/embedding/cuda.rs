@@ -1,0 +1,90 @@
+//! Rows of a table on a CUDA device.
+
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use fsdp::Accumulate;
+use fsdp_kernels::{
+    DevicePtr, Dtype, EmbeddingArgs, EmbeddingBackwardArgs, EmbeddingSpansArgs, embedding,
+    embedding_backward, embedding_spans,
+};
+
+use super::{Embedding, OP};
+use crate::ops::cuda::{self, Buffer, Out, View, address, ids_at};
+
+impl Embedding {
+    /// Address of the ids on the weight's device, and how many they are.
+    fn cuda_ids(&self) -> Result<(DevicePtr, u32)> {
+        let Some(ids) = &self.cuda_ids else { bail!("{OP}: the ids are not on a CUDA device") };
+        let count = u32::try_from(self.ids.len());
+        let Ok(count) = count else { bail!("{OP}: {} ids are too many", self.ids.len()) };
+        Ok((ids_at(OP, ids, self.ids.len())?, count))
+    }
+
+    pub(super) fn on_cuda(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (vocab, dim) = table(layout.shape().dims2()?)?;
+        let weight = View::new(OP, weight, layout)?;
+        let (ids, count) = self.cuda_ids()?;
+        let mut rows = Buffer::new(weight.device(), weight.dtype(), count as usize * dim)?;
+        let args = EmbeddingArgs {
+            ids,
+            weight: weight.at(),
+            rows: rows.out().at(),
+            dim: dim as u64,
+            count: count.into(),
+            vocab,
+        };
+        // SAFETY: the arguments of this kernel: a table of that shape, a row for each id.
+        unsafe { cuda::launch(weight.device(), embedding(weight.dtype()), &args) }?;
+        Ok((rows.into_storage(), Shape::from(self.dims.as_slice())))
+    }
+
+    pub(super) fn bwd_on_cuda(&self, weight: &Tensor, drows: &Tensor) -> Result<Option<Tensor>> {
+        let drows = View::of(OP, drows)?;
+        cuda::deliver(OP, weight, &self.sink, |dst, mode| {
+            if dst.dtype() == Dtype::F32 {
+                if mode == Accumulate::Overwrite {
+                    cuda::zero(&dst)?;
+                }
+                return self.add_rows(weight, drows, dst);
+            }
+            let mut sums = Buffer::new(dst.device(), Dtype::F32, dst.len())?;
+            cuda::zero(&sums.out())?;
+            self.add_rows(weight, drows, sums.out())?;
+            cuda::add(dst, mode, sums.view())
+        })
+    }
+
+    /// Adds the rows' gradients to those of the table, which are f32.
+    fn add_rows(&self, weight: &Tensor, drows: View<'_>, dweight: Out<'_>) -> Result<()> {
+        let (vocab, dim) = table(weight.dims2()?)?;
+        let (ids, count) = self.cuda_ids()?;
+        let device = drows.device();
+        let [first, end] = [
+            device.alloc_zeros::<u32>(vocab.max(1) as usize)?,
+            device.alloc_zeros::<u32>(vocab.max(1) as usize)?,
+        ];
+        let (first, end) = (address(device, &first), address(device, &end));
+        let args = EmbeddingSpansArgs { ids, first, end, count, vocab };
+        // SAFETY: the arguments of this kernel: a zero for each row of the table.
+        unsafe { cuda::launch(device, embedding_spans(), &args) }?;
+        let args = EmbeddingBackwardArgs {
+            ids,
+            first,
+            end,
+            drows: drows.at(),
+            dweight: dweight.at(),
+            dim: dim as u64,
+            count,
+            vocab,
+        };
+        // SAFETY: the arguments of this kernel: what the last one wrote, a row for each id, the table's gradient.
+        unsafe { cuda::launch(device, embedding_backward(drows.dtype()), &args) }
+    }
+}
+
+/// Rows of a table, as kernels take them, and their width.
+fn table((vocab, dim): (usize, usize)) -> Result<(u32, usize)> {
+    match u32::try_from(vocab) {
+        Ok(vocab) => Ok((vocab, dim)),
+        Err(_) => bail!("{OP}: a table of {vocab} rows is too large"),
+    }
+}

@@ -1,0 +1,80 @@
+//! Root-mean-square normalisation on a CUDA device.
+
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use fsdp::Accumulate;
+use fsdp_kernels::{
+    ColumnSumsArgs, Dtype, RmsNormArgs, RmsNormBackwardArgs, column_sums, rms_norm, rms_norm_backward,
+};
+
+use super::{OP, RmsNorm};
+use crate::ops::cuda::{self, Buffer, View};
+use crate::ops::storage::rows_and_width;
+
+impl RmsNorm {
+    pub(super) fn on_cuda(
+        &self,
+        x: &CudaStorage,
+        layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (x, weight) = (View::new(OP, x, layout)?, View::new(OP, weight, weight_layout)?);
+        let (device, width) = (x.device(), weight.len());
+        let rows = if width == 0 { 0 } else { x.len() / width };
+        let mut y = Buffer::new(device, x.dtype(), x.len())?;
+        let mut scales = Buffer::new(device, Dtype::F32, rows)?;
+        let args = RmsNormArgs {
+            x: x.at(),
+            weight: weight.at(),
+            y: y.out().at(),
+            scales: scales.out().at(),
+            rows: rows as u64,
+            width: width as u64,
+            eps: self.eps,
+        };
+        // SAFETY: the arguments of this kernel: rows of the weight's length, a scale for each.
+        unsafe { cuda::launch(device, rms_norm(x.dtype()), &args) }?;
+        let _ = self.cuda_scales.set(scales);
+        Ok((y.into_storage(), layout.shape().clone()))
+    }
+
+    pub(super) fn bwd_on_cuda(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(scales) = self.cuda_scales.get() else { bail!("{OP}: backward before forward") };
+        let (rows, width) = rows_and_width(OP, x)?;
+        let (x_view, weight_view, dy) = (View::of(OP, x)?, View::of(OP, weight)?, View::of(OP, dy)?);
+        let (device, dtype) = (x_view.device(), x_view.dtype());
+        let partial_rows = RmsNormBackwardArgs::partial_rows(rows as u64);
+        let mut partials = Buffer::new(device, Dtype::F32, partial_rows as usize * width)?;
+        let mut dx = match x.track_op() {
+            true => Some(Buffer::new(device, dtype, x_view.len())?),
+            false => None,
+        };
+        let args = RmsNormBackwardArgs::new(
+            [x_view.at(), weight_view.at(), dy.at(), scales.view().at()],
+            dx.as_mut().map_or(0, |dx| dx.out().at()),
+            partials.out().at(),
+            rows as u64,
+            width as u64,
+        );
+        // SAFETY: the arguments of this kernel: `x`, `dy` and `dx` of one shape, a scale for each row, partial sums for
+        // each group of rows.
+        unsafe { cuda::launch(device, rms_norm_backward(dtype), &args) }?;
+        let dweight = cuda::deliver(OP, weight, &self.sink, |dst, mode| {
+            let args = ColumnSumsArgs {
+                values: partials.view().at(),
+                out: dst.at(),
+                rows: partial_rows,
+                width: width as u64,
+                add: u32::from(mode == Accumulate::Add),
+            };
+            // SAFETY: the arguments of this kernel: rows as wide as `dst`, which has the weight's length.
+            unsafe { cuda::launch(device, column_sums(dst.dtype()), &args) }
+        })?;
+        Ok((cuda::gradient(x, dx), dweight))
+    }
+}
