@@ -24,8 +24,8 @@ use fsdp_models::pretrained::{Pretrained, SaveOptions, Strictness, check_save_pl
 use fsdp_models::trainer::metrics::MetricsWriter;
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
-    CheckpointOptions, Outputs, RunCheckpoints, TrainOptions, TrainSummary, check_distinct, plot, quantity,
-    report, train,
+    CheckpointOptions, Outputs, RunCheckpoints, TrainDevice, TrainOptions, TrainSummary, check_distinct,
+    plot, quantity, report, train,
 };
 use fsdp_models::{Llama, Tokenizer, ops};
 
@@ -89,6 +89,9 @@ struct Training {
     /// Number of ranks, each a thread
     #[arg(long, default_value_t = 2)]
     ranks: usize,
+    /// What the ranks compute on: cpu, or cuda, in a program built with `--features cuda` (and nccl for several GPUs)
+    #[arg(long, value_name = "cpu|cuda", default_value_t)]
+    device: TrainDevice,
     /// Dtype of weights and activations: f32, bf16, or f16 with a scaled loss
     #[arg(long, default_value_t = Dtype::F32)]
     dtype: Dtype,
@@ -250,6 +253,7 @@ fn run(options: Options) -> Result<()> {
     let recompute = if training.recompute { Recompute::Unit } else { Recompute::None };
     let options = TrainOptions {
         fsdp: FsdpConfig { precision, recompute, seed: training.seed, ..FsdpConfig::default() },
+        device: training.device,
         microbatches: training.microbatches,
         lr: training.lr.unwrap_or(if trained.full { 5e-5 } else { 5e-4 }),
         warmup: Some(training.warmup.min(training.steps)),
@@ -341,7 +345,8 @@ impl Run {
         if let Some(adapters) = &self.adapters {
             model.add_adapters(adapters)?;
         }
-        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &self.options.fsdp)?;
+        let mesh = world.data_parallel_mesh().on(&self.options.device.of_rank(world)?)?;
+        let mut model = model.fully_shard_with(&mesh, &self.options.fsdp)?;
         for dir in [&saving.export, &saving.export_adapters].into_iter().flatten() {
             check_save_place(&model, dir)?;
         }

@@ -19,8 +19,8 @@ use fsdp_models::pretrained::{SaveOptions, check_save_place, save_pretrained};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
-    CheckpointOptions, Outputs, RunCheckpoints, TrainOptions, TrainSummary, check_distinct, lanes, plot,
-    quantity, report, shard, train,
+    CheckpointOptions, Outputs, RunCheckpoints, TrainDevice, TrainOptions, TrainSummary, check_distinct,
+    lanes, plot, quantity, report, shard, train,
 };
 use fsdp_models::{Llama, LlamaConfig, Tokenizer, ops};
 
@@ -84,6 +84,9 @@ struct ShardingOptions {
     /// Number of ranks, each a thread
     #[arg(long, default_value_t = 2)]
     ranks: usize,
+    /// What the ranks compute on: cpu, or cuda, in a program built with `--features cuda` (and nccl for several GPUs)
+    #[arg(long, value_name = "cpu|cuda", default_value_t)]
+    device: TrainDevice,
     /// What is sharded: no-shard, optim, optim-grads or optim-grads-params
     #[arg(long, default_value_t)]
     strategy: Strategy,
@@ -282,6 +285,7 @@ fn run(options: Options) -> Result<()> {
     let ranks = sharding.ranks;
     let options = TrainOptions {
         fsdp: fsdp_config(&sharding, &training, files.trace.is_some() || files.trace_plot.is_some()),
+        device: sharding.device,
         microbatches: training.microbatches,
         outer_ranks: sharding.outer_ranks,
         lr: training.lr,

@@ -3,6 +3,8 @@
 //! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have
 //! the dtype of the parameters; every layer takes and returns contiguous tensors.
 
+use std::sync::OnceLock;
+
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
 
@@ -116,6 +118,8 @@ impl Forward for RmsNorm {
 pub struct Rope {
     cos: Tensor,
     sin: Tensor,
+    /// The same on the device where they were last asked for.
+    moved: OnceLock<[Tensor; 2]>,
 }
 
 impl Rope {
@@ -136,7 +140,7 @@ impl Rope {
             let values: Vec<f32> = angles.iter().map(|&angle| function(angle) as f32).collect();
             Tensor::from_vec(values, (positions, half), &Device::Cpu)
         };
-        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)? })
+        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)?, moved: OnceLock::new() })
     }
 
     /// Positions that the tables cover.
@@ -152,7 +156,34 @@ impl Rope {
         if positions > self.positions() {
             bail!("a sequence of {positions} tokens: the model has {} positions", self.positions());
         }
-        Ok(Rope { cos: self.cos.narrow(0, 0, positions)?, sin: self.sin.narrow(0, 0, positions)? })
+        Ok(Rope {
+            cos: self.cos.narrow(0, 0, positions)?,
+            sin: self.sin.narrow(0, 0, positions)?,
+            moved: OnceLock::new(),
+        })
+    }
+
+    /// The tables on `device`: copied there once, if they are not there.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn on(&self, device: &Device) -> Result<Self> {
+        let there = |table: &Tensor| table.device().same_device(device);
+        let moved =
+            || Ok::<_, candle_core::Error>([self.cos.to_device(device)?, self.sin.to_device(device)?]);
+        let [cos, sin] = if there(&self.cos) {
+            [self.cos.clone(), self.sin.clone()]
+        } else {
+            match self.moved.get().filter(|[cos, _]| there(cos)) {
+                Some(tables) => tables.clone(),
+                None => {
+                    let tables = moved()?;
+                    let _ = self.moved.set(tables.clone());
+                    tables
+                }
+            }
+        };
+        Ok(Rope { cos, sin, moved: OnceLock::new() })
     }
 }
 

@@ -14,7 +14,8 @@ use crate::ops;
 /// The model. Each block is a communication unit; embedding, last norm and head belong to the root.
 ///
 /// On token ids (u32 `[b, t]`) its forward returns the logits `[b, t, vocab]`, on `(inputs, targets)`, both
-/// u32 `[b, t]`, the mean cross-entropy over all tokens as an f32 scalar.
+/// u32 `[b, t]`, the mean cross-entropy over all tokens as an f32 scalar. Ids may be on the CPU whatever device the
+/// parameters are on: no device is then waited for to check them.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -103,8 +104,8 @@ impl Llama {
 impl Forward for Llama {
     fn forward(&self, ids: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
         let (_, positions) = ids.dims2()?;
-        let rope = self.rope.first(positions)?;
         let mut x = self.embed.forward(ids, &(), scope)?;
+        let rope = self.rope.on(x.device())?.first(positions)?;
         for layer in &self.layers {
             x = layer.forward(&x, &rope, scope)?;
         }

@@ -1,2 +1,3 @@
 //! candle's CUDA tensors on the fake driver.
 mod candle;
+mod ops;

@@ -12,7 +12,7 @@ use super::element::{Element, with_element};
 use super::exp::exp;
 use super::matmul::{Mat, MatMut, matmul};
 use super::simd::{dot, filled_by, max, sum, vectorise};
-use super::storage::{check_dtypes, dtype, elements, with_elements};
+use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
 const OP: &str = "attention";
@@ -25,13 +25,14 @@ const BLOCK: usize = 64;
 /// t, heads * d]`.
 ///
 /// Query `i` sees keys `0..=i`; scores are scaled by `d^-1/2`; query head `h` uses key head `h / (heads /
-/// kv_heads)`. Softmax is taken in f32. Scores exist for one head and one block of queries at a time; for
-/// backward only their log-sum-exp is kept, one f32 a query and head.
+/// kv_heads)`. Softmax is taken in f32. On the CPU scores exist for one head and one block of queries at a time, on a CUDA
+/// device for all queries of some heads; for backward only their log-sum-exp is kept, one f32 a query and head.
 ///
 /// # Errors
 /// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,
-/// bf16 or f16, or if a tensor is not on the CPU.
+/// bf16 or f16, or if the tensors are not all on the CPU or on one CUDA device.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usize) -> Result<Tensor> {
+    check_devices(OP, ("q", q), &[("k", k), ("v", v)])?;
     check_dtypes(OP, ("q", q), ("k", k))?;
     check_dtypes(OP, ("q", q), ("v", v))?;
     let [b, t, width] = *q.dims() else {

@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, b
 use super::element::{Element, with_element};
 use super::exp::exp;
 use super::simd::{filled_by, max, sum, vectorise};
-use super::storage::{dtype, elements, ids, with_elements};
+use super::storage::{check_ids_device, dtype, elements, ids, with_elements};
 use super::weight_grad::tensor;
 
 const OP: &str = "cross-entropy";
@@ -44,21 +44,22 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, CrossEntropyOptions::default()).map(|(loss, _)| loss)
 }
 
-/// The cross-entropy of `logits` `[n, vocab]` against `targets` (u32 `[n]`), an f32 scalar, and the number of
-/// valid rows.
+/// The cross-entropy of `logits` `[n, vocab]` against `targets` (u32 `[n]`, on the CPU or on the device of the
+/// logits), an f32 scalar, and the number of valid rows.
 ///
 /// Softmax and logarithm are taken in f32 whatever the dtype of the logits, the sum over rows in f64. Without
 /// a valid row the loss is 0 and so is every gradient.
 ///
 /// # Errors
-/// If a target is neither below `vocab` nor the ignored one (the first such target and its row are named), if
-/// the shapes do not fit, if `targets` is not u32 or `logits` not f32, bf16 or f16, or if a tensor is not on
-/// the CPU.
+/// If a target is neither below `vocab` nor the ignored one (the first such target and its row are named),
+/// if the shapes do not fit, if `targets` is not u32 or `logits` not f32, bf16 or f16, or if the tensors
+/// are not all on the CPU or on one CUDA device.
 pub fn cross_entropy_with(
     logits: &Tensor,
     targets: &Tensor,
     options: CrossEntropyOptions,
 ) -> Result<(Tensor, usize)> {
+    check_ids_device(OP, "targets", targets, ("logits", logits))?;
     let [rows, vocab] = *logits.dims() else {
         bail!("{OP}: expected logits of [n, vocab], got {:?}", logits.dims());
     };

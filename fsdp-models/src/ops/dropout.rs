@@ -8,7 +8,7 @@ use fsdp::Scope;
 use fsdp::random::RandomStream;
 
 use super::element::{Element, with_element};
-use super::storage::{dtype, elements};
+use super::storage::{check_devices, dtype, elements};
 
 const OP: &str = "dropout";
 
@@ -20,11 +20,13 @@ const OP: &str = "dropout";
 /// the backward and for recomputation.
 ///
 /// # Errors
-/// If `p` is not in `[0, 1)`, if `x` is not f32, bf16 or f16 or a scalar, or is not on the CPU.
+/// If `p` is not in `[0, 1)`, if `x` is not f32, bf16 or f16 or a scalar, or is not on the CPU or a CUDA
+/// device.
 pub fn dropout(x: &Tensor, p: f64, scope: &Scope<'_>) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {
         bail!("{OP}: the probability must be at least 0 and below 1, got {p}");
     }
+    check_devices(OP, ("x", x), &[])?;
     if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16) {
         bail!("{OP}: expected f32, bf16 or f16, got {}", x.dtype().as_str());
     }

@@ -7,17 +7,20 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDTyp
 use fsdp::{Accumulate, GradSink};
 
 use super::element::{Element, with_element};
-use super::storage::{dtype, elements, ids as read_ids, with_elements};
+use super::storage::{check_ids_device, dtype, elements, ids as read_ids, with_elements};
 use super::weight_grad::deliver;
 
 const OP: &str = "embedding";
 
-/// The rows `ids` (u32, any shape) of `weight` `[vocab, dim]`: the result is `[ids' shape.., dim]`.
+/// The rows `ids` (u32, any shape, on the CPU or on the weight's device) of `weight` `[vocab, dim]`: the result is
+/// `[ids' shape.., dim]`.
 ///
 /// # Errors
 /// If an id is not below `vocab` (the first such id and its position are named), if `ids` is not u32, if
-/// `weight` is not a matrix of f32, bf16 or f16, or if a tensor is not on the CPU.
+/// `weight` is not a matrix of f32, bf16 or f16, or if the tensors are not all on the CPU or on one CUDA
+/// device.
 pub fn embedding(ids: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tensor> {
+    check_ids_device(OP, "ids", ids, ("the weight", weight))?;
     let [vocab, dim] = *weight.dims() else {
         bail!("{OP}: expected a weight of [vocab, dim], got {:?}", weight.dims());
     };

@@ -12,7 +12,7 @@ use super::element::{Element, with_element};
 use super::linear;
 use super::matmul::{Mat, MatMut, matmul, product};
 use super::simd::{filled_by, vectorise};
-use super::storage::{dtype, elements, rows_and_width, with_elements};
+use super::storage::{check_devices, dtype, elements, rows_and_width, with_elements};
 use super::swiglu::{forward as swiglu, gradients};
 use super::weight_grad::{Bundle, deliver, tensor};
 
@@ -25,8 +25,8 @@ const OP: &str = "gated-mlp";
 /// backward: the outputs of gate and up.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
-/// CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if the tensors are not
+/// all on the CPU or on one CUDA device.
 pub fn gated_mlp(
     x: &Tensor,
     gate: &Tensor,
@@ -34,6 +34,7 @@ pub fn gated_mlp(
     down: &Tensor,
     sinks: [&GradSink; 3],
 ) -> Result<Tensor> {
+    check_devices(OP, ("x", x), &[("gate", gate), ("up", up), ("down", down)])?;
     linear::check(OP, x, gate)?;
     linear::check(OP, x, up)?;
     super::storage::check_dtypes(OP, ("x", x), ("down", down))?;

@@ -8,7 +8,7 @@ use fsdp::GradSink;
 
 use super::element::{Element, with_element};
 use super::matmul::{Mat, MatMut, matmul, product};
-use super::storage::{check_dtypes, dtype, elements, rows_and_width, with_elements};
+use super::storage::{check_devices, check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, tensor};
 
 const OP: &str = "linear";
@@ -16,9 +16,10 @@ const OP: &str = "linear";
 /// `x wᵀ`: `x` is `[.., in]`, `weight` `[out, in]`, the result `[.., out]`.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
-/// CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if the tensors are not
+/// all on the CPU or on one CUDA device.
 pub fn linear(x: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tensor> {
+    check_devices(OP, ("x", x), &[("the weight", weight)])?;
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     if x.track_op() || weight.track_op() {

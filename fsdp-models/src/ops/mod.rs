@@ -1,4 +1,5 @@
-//! Fused operations with backward for training a Llama on the CPU, on plain candle tensors.
+//! Fused operations with backward for training a Llama, on plain candle tensors: on the CPU, and with the feature `cuda`
+//! on CUDA devices.
 //!
 //! Each takes f32, bf16 or f16 tensors (all floating arguments of one call of one dtype), contiguous or not,
 //! and computes in f32: 16-bit arguments are widened to f32, the result is rounded once. Matrix products
@@ -12,8 +13,18 @@
 //! [`GradSink::closed`](fsdp::GradSink::closed) for a plain variable. Inputs that are not tracked cost no
 //! gradient; if nothing is tracked no graph is built.
 //!
+//! # Devices
+//! All tensors of a call are on one device; ids and targets may be on the CPU whatever device the others are on. They are
+//! checked on the CPU: those on a device are copied first, which waits for its stream.
+//!
+//! On a CUDA device all work goes to candle's stream. Matrix products are cuBLAS's: of the arguments' dtype, summed in f32
+//! (f32 as candle's `gemm_reduced_precision_f32` says), and a weight gradient goes straight into the bucket of an open
+//! sink, whatever its dtype. What is kept for backward, and what one step of a fused op hands to the next, is rounded to
+//! the arguments' dtype. Attention keeps no scores, but makes a matrix of those of some heads at a time: 512 MiB, and as
+//! much or half of it again for the softmax; in backward twice that.
+//!
 //! # Threads
-//! An op runs in the calling thread; its matrix products may use more, see [`set_threads`]. candle's own
+//! On the CPU an op runs in the calling thread; its matrix products may use more, see [`set_threads`]. candle's own
 //! element-wise operations, those of its gradient store included, split anything from 65,536 elements on over
 //! one pool of spinning threads, with one lock for the process, unless the environment variable
 //! `CANDLE_NUM_THREADS` is 1 before the first of them: set it where ranks are threads.

@@ -11,7 +11,7 @@ use fsdp::GradSink;
 
 use super::element::{Element, with_element};
 use super::simd::{dot, dot3, filled_by, vectorise};
-use super::storage::{check_dtypes, dtype, elements, rows_and_width, with_elements};
+use super::storage::{check_devices, check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, store, tensor};
 
 const OP: &str = "rms-norm";
@@ -22,9 +22,10 @@ const OP: &str = "rms-norm";
 /// of `x` before it is multiplied by the weight.
 ///
 /// # Errors
-/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if a tensor is not on the
-/// CPU.
+/// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if the tensors are not
+/// all on the CPU or on one CUDA device.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Result<Tensor> {
+    check_devices(OP, ("x", x), &[("the weight", weight)])?;
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let op = RmsNorm {

@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, W
 
 use super::element::{Element, with_element};
 use super::simd::{filled_by, vectorise};
-use super::storage::{dtype, elements, with_elements};
+use super::storage::{check_devices, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
 const OP: &str = "rope";
@@ -20,9 +20,10 @@ const OP: &str = "rope";
 /// The pairs are those of Hugging Face's Llama: element `i` of a head goes with element `i + head_dim / 2`.
 ///
 /// # Errors
-/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if a tensor is
-/// not on the CPU.
+/// If the shapes do not fit, if `cos` or `sin` is not f32, if `x` is not f32, bf16 or f16, or if the
+/// tensors are not all on the CPU or on one CUDA device.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, heads: usize) -> Result<Tensor> {
+    check_devices(OP, ("x", x), &[("cos", cos), ("sin", sin)])?;
     let [_, t, width] = *x.dims() else {
         bail!("{OP}: expected x of [b, t, heads * head_dim], got {:?}", x.dims());
     };

@@ -14,7 +14,7 @@ use super::element::{Element, with_element};
 use super::linear;
 use super::matmul::{Mat, MatMut, matmul, product};
 use super::rope::{Turn, check_angles, rotate_in_place};
-use super::storage::{check_dtypes, dtype, elements, with_elements};
+use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::{Bundle, deliver, tensor};
 
 const OP: &str = "self-attention";
@@ -41,7 +41,7 @@ pub struct SelfAttentionWeights<'a> {
 ///
 /// # Errors
 /// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,
-/// bf16 or f16 (`cos` and `sin`: f32), or if a tensor is not on the CPU.
+/// bf16 or f16 (`cos` and `sin`: f32), or if the tensors are not all on the CPU or on one CUDA device.
 pub fn self_attention(
     x: &Tensor,
     weights: SelfAttentionWeights<'_>,
@@ -54,6 +54,11 @@ pub fn self_attention(
         bail!("{OP}: expected x of [b, t, dim], got {:?}", x.dims());
     };
     let SelfAttentionWeights { q, k, v, o } = weights;
+    check_devices(
+        OP,
+        ("x", x),
+        &[("q", q.0), ("k", k.0), ("v", v.0), ("o", o.0), ("cos", cos), ("sin", sin)],
+    )?;
     for weight in [q.0, k.0, v.0] {
         linear::check(OP, x, weight)?;
     }

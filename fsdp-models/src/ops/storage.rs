@@ -1,6 +1,8 @@
 //! Typed views of candle's CPU storage, and checks of what the ops are given.
 
-use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, DType, Device, DeviceLocation, Layout, Result, Storage, Tensor, WithDType, bail,
+};
 
 /// The elements of a contiguous CPU tensor.
 pub(super) fn elements<'a, T: WithDType>(
@@ -42,12 +44,60 @@ pub(super) fn with_elements<T: WithDType, R>(
     f(elements(op, cpu(op, &storage)?, layout)?)
 }
 
-/// The elements of an id tensor, in order.
+/// The elements of an id tensor, in order. From a device they are copied, which waits for its stream.
 pub(super) fn ids(op: &str, ids: &Tensor) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
         bail!("{op}: expected ids of dtype u32, got {}", ids.dtype().as_str());
     }
-    with_elements::<u32, _>(op, &ids.contiguous()?, |ids| Ok(ids.to_vec()))
+    let ids = ids.to_device(&Device::Cpu)?.contiguous()?;
+    with_elements::<u32, _>(op, &ids, |ids| Ok(ids.to_vec()))
+}
+
+/// Fails unless all tensors are on one device that ops compute on.
+pub(super) fn check_devices(op: &str, first: (&str, &Tensor), others: &[(&str, &Tensor)]) -> Result<()> {
+    let device = first.1.device();
+    let place = |device: &Device| match device.location() {
+        DeviceLocation::Cpu => "the CPU".to_owned(),
+        DeviceLocation::Cuda { gpu_id } => format!("CUDA device {gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("Metal device {gpu_id}"),
+    };
+    let supported = device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda());
+    if !supported {
+        let feature = if device.is_cuda() { " (which needs the feature `cuda`)" } else { "" };
+        bail!(
+            "{op}: {} is on {}: expected tensors on the CPU or a CUDA device{feature}",
+            first.0,
+            place(device)
+        );
+    }
+    for (name, tensor) in others {
+        let other = tensor.device();
+        if other.location() != device.location() {
+            bail!("{op}: {} is on {}, but {name} is on {}", first.0, place(device), place(other));
+        }
+        if !same_stream(device, other) {
+            bail!(
+                "{op}: {} and {name} are on {}, but of two candle devices with a stream each: expected one",
+                first.0,
+                place(device)
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Whether work on the tensors of two candle devices at one place is in one order.
+fn same_stream(_a: &Device, _b: &Device) -> bool {
+    #[cfg(feature = "cuda")]
+    if let (Device::Cuda(a), Device::Cuda(b)) = (_a, _b) {
+        return a.cuda_stream().cu_stream() == b.cuda_stream().cu_stream();
+    }
+    true
+}
+
+/// Fails unless ids are on the CPU or beside the tensor that they go with.
+pub(super) fn check_ids_device(op: &str, name: &str, ids: &Tensor, beside: (&str, &Tensor)) -> Result<()> {
+    check_devices(op, beside, if ids.device().is_cpu() { &[] } else { &[(name, ids)] })
 }
 
 /// Fails unless both tensors have the same dtype, one that ops compute with.

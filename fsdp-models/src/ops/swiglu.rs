@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDTyp
 use super::element::{Element, with_element};
 use super::exp::sigmoid;
 use super::simd::{filled_by, vectorise};
-use super::storage::{check_dtypes, dtype, elements, with_elements};
+use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
 const OP: &str = "swiglu";
@@ -18,8 +18,10 @@ const OP: &str = "swiglu";
 /// `silu(gate) * up`, element by element, for two tensors of one shape.
 ///
 /// # Errors
-/// If the shapes or dtypes differ, if the dtype is not f32, bf16 or f16, or if a tensor is not on the CPU.
+/// If the shapes or dtypes differ, if the dtype is not f32, bf16 or f16, or if the tensors are not all on
+/// the CPU or on one CUDA device.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    check_devices(OP, ("gate", gate), &[("up", up)])?;
     check_dtypes(OP, ("gate", gate), ("up", up))?;
     if gate.dims() != up.dims() {
         bail!("{OP}: gate is {:?}, but up is {:?}", gate.dims(), up.dims());

@@ -1,6 +1,7 @@
 //! Training a Llama: the loop, and what surrounds it: options, metrics, curves, progress and tables.
 
 mod checkpoints;
+mod device;
 mod files;
 pub mod lanes;
 pub mod metrics;
@@ -13,6 +14,7 @@ pub mod table;
 mod train;
 
 pub use checkpoints::{CheckpointOptions, RunCheckpoints};
+pub use device::TrainDevice;
 pub use files::{Named, check_distinct};
 pub use options::{TrainError, TrainOptions};
 pub use train::{Outputs, TrainSummary, shard, train};

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use fsdp::FsdpConfig;
 use fsdp::optim::{AdamW, CosineSchedule, Optimizer};
 
+use super::TrainDevice;
 use crate::config::LlamaConfig;
 use crate::data::{Batches, Part};
 use crate::pretrained::Identity;
@@ -16,6 +17,8 @@ pub struct TrainOptions {
     pub model: LlamaConfig,
     /// How it is sharded, its dtypes, and the seed of its weights.
     pub fsdp: FsdpConfig,
+    /// What the ranks compute on.
+    pub device: TrainDevice,
     /// Replicas of the sharded model: the size of `dp_outer`, a divisor of the number of ranks.
     pub outer_ranks: usize,
     /// Optimizer steps.
@@ -35,11 +38,12 @@ pub struct TrainOptions {
 
 impl TrainOptions {
     /// `steps` steps of a model with AdamW at 1e-3, weight decay 0.1, clipping at 1, one microbatch, FP32,
-    /// fully sharded.
+    /// fully sharded, on the CPU.
     pub fn new(model: LlamaConfig, steps: usize) -> Self {
         TrainOptions {
             model,
             fsdp: FsdpConfig::default(),
+            device: TrainDevice::Cpu,
             outer_ranks: 1,
             steps,
             microbatches: 1,
@@ -65,13 +69,14 @@ impl TrainOptions {
         Some(CosineSchedule { warmup, total: self.steps as u64, peak: self.lr, min: self.lr / 10.0 })
     }
 
-    /// Checks all that can be known before ranks are started: the model, the optimizer, and that `data` can
+    /// Checks all that can be known before ranks are started: the model, the device, the optimizer, and that `data` can
     /// serve the run on `ranks` ranks from its beginning.
     ///
     /// # Errors
     /// The first rule that is broken, with its numbers.
     pub fn validate(&self, ranks: usize, data: &dyn Batches) -> crate::Result<()> {
         self.model.validate()?;
+        self.device.check()?;
         let positive = [
             ("steps", self.steps),
             ("ranks", ranks),
@@ -113,6 +118,12 @@ pub enum TrainError {
         /// Which option.
         option: &'static str,
     },
+    /// CUDA was asked of a program that has none.
+    #[error("this program was built without CUDA: build it with `--features cuda`")]
+    BuiltWithoutCuda,
+    /// CUDA was asked of a machine without a GPU, or where none is visible.
+    #[error("there is no CUDA device, or none that this process may see")]
+    NoCudaDevice,
     /// A limit of the gradient norm that clips everything.
     #[error("the largest gradient norm must be positive, not {clip}")]
     Clip {

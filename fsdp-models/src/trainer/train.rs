@@ -54,11 +54,11 @@ pub struct TrainSummary {
     pub spans: Vec<Span>,
 }
 
-/// Builds the model and shards it over all ranks, in as many replicas as the options say, with its initial weights or, where given, those of a file.
-/// Every rank must call it.
+/// Builds the model and shards it over all ranks, on their devices and in as many replicas as the options say, with its
+/// initial weights or, where given, those of a file. Every rank must call it, once.
 ///
 /// # Errors
-/// Those of sharding and of reading the file.
+/// Those of the device, of sharding and of reading the file.
 pub fn shard(
     world: &World,
     options: &TrainOptions,
@@ -68,6 +68,7 @@ pub fn shard(
     let outer = options.outer_ranks;
     let mesh =
         world.mesh(&[("dp_outer", outer), ("dp_shard", world.size() / outer)]).map_err(fsdp::Error::from)?;
+    let mesh = mesh.on(&options.device.of_rank(world)?)?;
     let model = model.fully_shard_with(&mesh, &options.fsdp)?;
     if let Some(file) = weights {
         model.load_weights(|spec, elements, values| {
@@ -195,19 +196,24 @@ impl Run<'_> {
     /// Forwards and backwards of this rank's microbatches. Returns the mean of their losses.
     fn backward(&self, model: &Fsdp<Llama>, served: u64) -> crate::Result<f64> {
         let (data, microbatches) = (self.data, self.options.microbatches);
-        let mut sum = 0.0;
+        let mut losses = Vec::with_capacity(microbatches);
         for microbatch in 0..microbatches {
             let part = Part { rank: self.world.rank(), world: self.world.size(), microbatch, microbatches };
             let batch = data.batch(served, part)?.to_tensors(&Device::Cpu)?;
             model.set_first_sample(part.rows(data.rows())?.start as u64);
             model.set_is_last_microbatch(microbatch + 1 == microbatches);
             let loss: Tensor = model.forward(&batch)?;
-            sum += f64::from(loss.to_scalar::<f32>()?);
+            losses.push(loss.detach());
             let mut loss = if microbatches == 1 { loss } else { (loss / microbatches as f64)? };
             if let Some(scaler) = &self.scaler {
                 loss = scaler.scale(&loss)?;
             }
             model.backward(&loss)?;
+        }
+        // Read last: a device is waited for here.
+        let mut sum = 0.0;
+        for loss in losses {
+            sum += f64::from(loss.to_scalar::<f32>()?);
         }
         Ok(sum / microbatches as f64)
     }

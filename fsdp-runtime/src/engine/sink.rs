@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::comm::Accumulate;
 use crate::device::Slice;
 #[cfg(feature = "cuda")]
-use crate::device::cuda;
+use crate::device::{Backend, cuda};
 use crate::spec::Dtype;
 
 #[derive(Debug)]
@@ -60,6 +60,38 @@ impl GradSink {
             unsafe { slice.as_slice::<f32>() }.to_vec()
         };
         (sink, read)
+    }
+
+    /// The same over memory of a CUDA device, of a dtype.
+    ///
+    /// # Errors
+    /// If it is no CUDA device, and those of the device.
+    #[cfg(feature = "cuda")]
+    #[doc(hidden)]
+    pub fn open_on_device_for_test(
+        device: &candle_core::Device,
+        dtype: Dtype,
+        numel: usize,
+    ) -> candle_core::Result<(Self, impl Fn() -> candle_core::Result<Vec<f32>>)> {
+        let candle_core::Device::Cuda(tensors) = device else { candle_core::bail!("not a CUDA device") };
+        let options = cuda::CudaOptions::default();
+        let backend = cuda::CudaBackend::new(tensors, &options).map_err(candle_core::Error::wrap)?;
+        let slice = Slice::zeros_in(&*backend.memory(), dtype, numel, None)?;
+        // All ones is a NaN of each dtype.
+        backend.upload(&vec![0xff; slice.bytes()], &slice)?;
+        let sink = Self::closed();
+        sink.open(slice.clone(), false);
+        let read = move || {
+            let mut bytes = vec![0; slice.bytes()];
+            backend.download(&slice, &mut bytes)?;
+            let pairs = || bytes.chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]]));
+            Ok(match slice.dtype() {
+                Dtype::F32 => bytemuck::pod_collect_to_vec(&bytes),
+                Dtype::BF16 => pairs().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
+                Dtype::F16 => pairs().map(|bits| f16::from_bits(bits).to_f32()).collect(),
+            })
+        };
+        Ok((sink, read))
     }
 
     /// True if a call of [`GradSink::accumulate_f32`] would write now.
