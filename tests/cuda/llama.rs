@@ -135,7 +135,12 @@ fn compare(case: &Run, tolerance: f64) {
                 let what = format!("{on:?}, {schedule}, rank {rank} of {ranks}");
                 let error = distance(&found.losses, &expected.losses);
                 assert!(error <= tolerance, "{what}: losses {:?}, not {:?}", found.losses, expected.losses);
-                assert_near(&format!("{what}: gradient"), &found.gradients, &expected.gradients, 10.0 * tolerance);
+                assert_near(
+                    &format!("{what}: gradient"),
+                    &found.gradients,
+                    &expected.gradients,
+                    10.0 * tolerance,
+                );
                 assert_near(&format!("{what}: weight"), &found.weights, &expected.weights, 10.0 * tolerance);
             }
         });
@@ -208,8 +213,13 @@ fn the_trainer_takes_a_device() {
     let losses = |device, param| {
         let precision = MixedPrecision { param, ..MixedPrecision::F32 };
         let fsdp = FsdpConfig { precision, ..FsdpConfig::default() };
-        let options =
-            TrainOptions { device, fsdp, microbatches: 2, warmup: Some(1), ..TrainOptions::new(model.clone(), 3) };
+        let options = TrainOptions {
+            device,
+            fsdp,
+            microbatches: 2,
+            warmup: Some(1),
+            ..TrainOptions::new(model.clone(), 3)
+        };
         options.validate(2, &data).unwrap();
         let summaries = launch::local(2, |world| -> Result<_> {
             let mut model = shard(&world, &options, None)?;
@@ -222,7 +232,10 @@ fn the_trainer_takes_a_device() {
         let expected = losses(TrainDevice::Cpu, param);
         in_schedules(0, |schedule| {
             for (found, expected) in losses(TrainDevice::Cuda, param).into_iter().zip(&expected) {
-                assert!((found - expected).abs() <= tolerance * expected, "{schedule}: {found}, not {expected}");
+                assert!(
+                    (found - expected).abs() <= tolerance * expected,
+                    "{schedule}: {found}, not {expected}"
+                );
             }
         });
     }

@@ -97,7 +97,11 @@ fn same_stream(_a: &Device, _b: &Device) -> bool {
 
 /// Fails unless ids are on the CPU or beside the tensor that they go with.
 pub(super) fn check_ids_device(op: &str, name: &str, ids: &Tensor, beside: (&str, &Tensor)) -> Result<()> {
-    check_devices(op, beside, if ids.device().is_cpu() { &[] } else { &[(name, ids)] })
+    if ids.device().is_cpu() {
+        check_devices(op, beside, &[])
+    } else {
+        check_devices(op, beside, &[(name, ids)])
+    }
 }
 
 /// Fails unless both tensors have the same dtype, one that ops compute with.

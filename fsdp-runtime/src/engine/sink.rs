@@ -76,17 +76,18 @@ impl GradSink {
         let candle_core::Device::Cuda(tensors) = device else { candle_core::bail!("not a CUDA device") };
         let options = cuda::CudaOptions::default();
         let backend = cuda::CudaBackend::new(tensors, &options).map_err(candle_core::Error::wrap)?;
-        let slice = Slice::zeros_in(&*backend.memory(), dtype, numel, None)?;
+        let slice =
+            Slice::zeros_in(&*backend.memory(), dtype, numel, None).map_err(candle_core::Error::wrap)?;
         // All ones is a NaN of each dtype.
-        backend.upload(&vec![0xff; slice.bytes()], &slice)?;
+        backend.upload(&vec![0xff; slice.bytes()], &slice).map_err(candle_core::Error::wrap)?;
         let sink = Self::closed();
         sink.open(slice.clone(), false);
         let read = move || {
             let mut bytes = vec![0; slice.bytes()];
-            backend.download(&slice, &mut bytes)?;
+            backend.download(&slice, &mut bytes).map_err(candle_core::Error::wrap)?;
             let pairs = || bytes.chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]]));
             Ok(match slice.dtype() {
-                Dtype::F32 => bytemuck::pod_collect_to_vec(&bytes),
+                Dtype::F32 => bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
                 Dtype::BF16 => pairs().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
                 Dtype::F16 => pairs().map(|bits| f16::from_bits(bits).to_f32()).collect(),
             })
