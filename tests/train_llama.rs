@@ -82,6 +82,13 @@ impl Place {
     }
 }
 
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_device_that_was_not_built_in_is_refused_in_one_line() {
+    let message = Place::new().refusal(&["--device", "cuda"]);
+    assert_eq!(message, "error: this program was built without CUDA: build it with `--features cuda`\n");
+}
+
 #[test]
 fn everything_asked_for_is_written() {
     let place = Place::new();

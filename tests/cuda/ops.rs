@@ -1,10 +1,11 @@
 //! Each op on a CUDA device against the same op on the CPU: results, and gradients with sinks closed and open.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use fake_cuda::{Schedule, Session};
 use fsdp::GradSink;
 use fsdp::spec::Dtype;
 use fsdp_models::ops;
+
+use crate::support::in_schedules;
 
 /// The dtypes with the distance to expect of each.
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 3e-3)];
@@ -102,32 +103,24 @@ fn assert_near(what: &str, tolerance: f64, got: &[f64], expected: &[f64]) {
 fn compare(what: &str, args: &[Tensor], weights: &[usize], op: Op<'_>) {
     for (dtype, tolerance) in DTYPES {
         let cpu = run(&Device::Cpu, dtype, args, weights, Some(Dtype::F32), op).unwrap();
-        for (schedule, bucket) in [
-            (Schedule::Latest, None),
-            (Schedule::Latest, Some(Dtype::F32)),
-            (Schedule::Random(7), Some(Dtype::BF16)),
-        ] {
-            let session = Session::with_all_kernels(schedule);
-            let device = fsdp::cuda::device(0).unwrap();
-            let cuda = run(&device, dtype, args, weights, bucket, op).unwrap();
-            drop(device);
-            drop(session);
-            let what = format!("{what} in {dtype:?}, bucket {bucket:?}");
-            assert_near(&format!("{what}: result"), tolerance, &cuda.y, &cpu.y);
-            for index in 0..args.len() {
-                let sunk = weights.contains(&index);
-                let tolerance =
-                    if sunk && bucket == Some(Dtype::BF16) { tolerance.max(1e-2) } else { tolerance };
-                let what = format!("{what}: gradient {index}");
-                assert_near(&what, tolerance, &cuda.grads[index], &cpu.grads[index]);
-                // candle's store begins anew each time, a sink adds up.
-                let expected = match (sunk, bucket) {
-                    (true, None) => &cpu.grads[index],
-                    _ => &cpu.twice[index],
-                };
-                assert_near(&format!("{what}, twice"), tolerance, &cuda.twice[index], expected);
+        in_schedules(0, |schedule| {
+            for bucket in [None, Some(Dtype::F32), Some(Dtype::BF16)] {
+                let device = fsdp::cuda::device(0).unwrap();
+                let cuda = run(&device, dtype, args, weights, bucket, op).unwrap();
+                let what = format!("{what} in {dtype:?}, bucket {bucket:?}, {schedule}");
+                assert_near(&format!("{what}: result"), tolerance, &cuda.y, &cpu.y);
+                for index in 0..args.len() {
+                    let sunk = weights.contains(&index);
+                    let tolerance =
+                        if sunk && bucket == Some(Dtype::BF16) { tolerance.max(1e-2) } else { tolerance };
+                    let what = format!("{what}: gradient {index}");
+                    assert_near(&what, tolerance, &cuda.grads[index], &cpu.grads[index]);
+                    // candle's store begins anew each time, a sink adds up.
+                    let twice = if sunk && bucket.is_none() { &cpu.grads } else { &cpu.twice };
+                    assert_near(&format!("{what}, twice"), tolerance, &cuda.twice[index], &twice[index]);
+                }
             }
-        }
+        });
     }
 }
 
@@ -263,60 +256,70 @@ fn assert_refused<T>(result: Result<T>, expected: &str) {
 
 #[test]
 fn arguments_are_checked_as_on_the_cpu() {
-    let session = Session::with_all_kernels(Schedule::Latest);
-    let device = fsdp::cuda::device(0).unwrap();
-    let other = fsdp::cuda::device(0).unwrap();
+    in_schedules(0, |_| refused().unwrap());
+}
+
+fn refused() -> Result<()> {
+    let device = fsdp::cuda::device(0).map_err(candle_core::Error::wrap)?;
+    let other = fsdp::cuda::device(0).map_err(candle_core::Error::wrap)?;
     let closed = GradSink::closed();
-    let x = values(1, &[2, 3]).to_device(&device).unwrap();
-    let weight = values(2, &[4, 3]).to_device(&device).unwrap();
-    let elsewhere = weight.to_device(&Device::Cpu).unwrap();
+    let x = values(1, &[2, 3]).to_device(&device)?;
+    let weight = values(2, &[4, 3]).to_device(&device)?;
+    let elsewhere = weight.to_device(&Device::Cpu)?;
     assert_refused(
         ops::linear(&x, &elsewhere, &closed),
         "linear: x is on CUDA device 0, but the weight is on the CPU",
     );
     assert_refused(
-        ops::linear(&x, &values(2, &[4, 3]).to_device(&other).unwrap(), &closed),
+        ops::linear(&x, &values(2, &[4, 3]).to_device(&other)?, &closed),
         "linear: x and the weight are on CUDA device 0, but of two candle devices",
     );
-    let half = weight.to_dtype(DType::BF16).unwrap();
+    let half = weight.to_dtype(DType::BF16)?;
     assert_refused(ops::linear(&x, &half, &closed), "linear: x is f32, but the weight is bf16");
-    assert_refused(
-        ops::linear(&x, &weight.t().unwrap(), &closed),
-        "linear: x [2, 3] does not fit the weight [3, 4]",
-    );
+    assert_refused(ops::linear(&x, &weight.t()?, &closed), "linear: x [2, 3] does not fit the weight [3, 4]");
     for at in [&device, &Device::Cpu] {
-        let ids = Tensor::new(&[1u32, 4], at).unwrap();
+        let ids = Tensor::new(&[1u32, 4], at)?;
         assert_refused(
             ops::embedding(&ids, &weight, &closed),
             "embedding: id 4 at position 1 is out of range for a vocabulary of 4",
         );
-        let targets = Tensor::new(&[1u32, 3], at).unwrap();
+        let targets = Tensor::new(&[1u32, 3], at)?;
         assert_refused(
             ops::cross_entropy(&x, &targets),
             "cross-entropy: target 3 at position 1 is out of range for a vocabulary of 3",
         );
     }
     let (sink, _) = GradSink::open_for_test(12);
-    let variable = Var::from_tensor(&weight).unwrap().into_inner();
-    let y = ops::linear(&x, &variable, &sink).unwrap();
+    let variable = Var::from_tensor(&weight)?.into_inner();
+    let y = ops::linear(&x, &variable, &sink)?;
     assert_refused(
-        y.sum_all().unwrap().backward(),
+        y.sum_all()?.backward(),
         "linear: the sink of the weight [4, 3] is on the CPU, the weight is not",
     );
-    drop((x, weight, half, variable, y, device, other));
-    drop(session);
+    Ok(())
 }
 
 #[test]
 fn nothing_to_compute() {
-    let session = Session::with_all_kernels(Schedule::Latest);
-    let device = fsdp::cuda::device(0).unwrap();
-    let closed = GradSink::closed();
-    let weight = values(2, &[4, 3]).to_device(&device).unwrap();
-    let y = ops::linear(&weight.narrow(0, 0, 0).unwrap(), &weight, &closed).unwrap();
-    assert_eq!(y.dims(), [0, 4]);
-    let gated = ops::swiglu(&y, &y).unwrap();
-    assert_eq!(gated.dims(), [0, 4]);
-    drop((gated, y, weight, device));
-    drop(session);
+    in_schedules(0, |_| {
+        let device = fsdp::cuda::device(0).unwrap();
+        let weight = values(2, &[4, 3]).to_device(&device).unwrap();
+        let none = weight.narrow(0, 0, 0).unwrap();
+        let y = ops::linear(&none, &weight, &GradSink::closed()).unwrap();
+        assert_eq!(y.dims(), [0, 4]);
+        assert_eq!(ops::swiglu(&y, &y).unwrap().dims(), [0, 4]);
+        let closed = GradSink::closed();
+        let empty = weight.reshape((1, 4, 3)).unwrap().narrow(1, 0, 0).unwrap();
+        let [cos, sin] = angles(1, 1, &device).unwrap().map(|table| table.narrow(0, 0, 0).unwrap());
+        let square = weight.t().unwrap().matmul(&weight).unwrap().narrow(0, 0, 2).unwrap();
+        let out = square.t().unwrap();
+        let weights = ops::SelfAttentionWeights {
+            q: (&square, &closed),
+            k: (&square, &closed),
+            v: (&square, &closed),
+            o: (&out, &closed),
+        };
+        let y = ops::self_attention(&empty, weights, &cos, &sin, 1, 1).unwrap();
+        assert_eq!(y.dims(), [1, 0, 3]);
+    });
 }

@@ -20,7 +20,7 @@ impl RmsNorm {
     ) -> Result<(CudaStorage, Shape)> {
         let (x, weight) = (View::new(OP, x, layout)?, View::new(OP, weight, weight_layout)?);
         let (device, width) = (x.device(), weight.len());
-        let rows = if width == 0 { 0 } else { x.len() / width };
+        let rows = x.len().checked_div(width).unwrap_or(0);
         let mut y = Buffer::new(device, x.dtype(), x.len())?;
         let mut scales = Buffer::new(device, Dtype::F32, rows)?;
         let args = RmsNormArgs {

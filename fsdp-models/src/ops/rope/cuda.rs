@@ -27,7 +27,7 @@ fn turned(op: &str, x: View<'_>, out: DevicePtr, heads: Heads<'_>, turn: Turn) -
         bail!("{op}: expected angles in f32");
     }
     let width = heads.heads * 2 * half;
-    let rows = if width == 0 { 0 } else { x.len() / width };
+    let rows = x.len().checked_div(width).unwrap_or(0);
     let number = |what: &str, value: usize| match u32::try_from(value) {
         Ok(number) => Ok(number),
         Err(_) => bail!("{op}: {value} {what} are too many"),

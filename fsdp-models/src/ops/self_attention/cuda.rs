@@ -37,11 +37,10 @@ impl SelfAttention {
     ) -> Result<(CudaStorage, Shape)> {
         let rows = self.rows();
         let x = View::new(OP, x.0, x.1)?;
-        let dim = if rows == 0 { 0 } else { x.len() / rows };
         let project = |(weight, heads, turned): (&Tensor, usize, bool)| {
-            let weight = View::of(OP, weight)?;
-            let width = heads * self.shape.dim;
-            let mut projected = product(x.matrix(rows, dim), weight.matrix(width, dim).t())?;
+            let (width, dim) = weight.dims2()?;
+            let weight = View::of(OP, weight)?.matrix(width, dim);
+            let mut projected = product(x.matrix(rows, dim), weight.t())?;
             if turned {
                 self.turn_on_cuda(&mut projected, heads, Turn::Forward)?;
             }
