@@ -132,7 +132,7 @@ fn a_kernel_knows_what_the_host_has_copied_to_where_a_parameter_points() -> Resu
     let (context, stream) = setup()?;
     let shaped = context.load_module(Ptx::from_src(Session::image(["shaped"])))?.load_function("shaped")?;
     let mut shape = stream.clone_htod(&[3u64, 5])?;
-    let mut launch = |shape: &_| {
+    let launch = |shape: &_| {
         // SAFETY: the arguments are those of the kernel.
         unsafe {
             stream.launch_builder(&shaped).arg(shape).arg(&0u64).launch(LaunchConfig::for_num_elems(1))
