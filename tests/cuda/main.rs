@@ -4,5 +4,6 @@
 mod candle;
 mod compare;
 mod found;
+mod graphs;
 mod libraries;
 mod ops;
