@@ -1,5 +1,5 @@
-//! candle's CUDA tensors, and the engine on them, on the fake CUDA driver: see tests/fake-cuda/README.md. `.ci/cuda` runs
-//! them.
+//! candle's CUDA tensors, and the engine on them, on the fake CUDA driver: see tests/fake-cuda/README.md. `.ci/cuda`
+//! runs them.
 
 mod candle;
 mod compare;
