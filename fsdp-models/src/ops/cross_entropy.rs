@@ -72,13 +72,18 @@ pub fn cross_entropy_with(
     }
     #[cfg(feature = "cuda")]
     let on_cuda = cuda::State::new(logits, targets, options.ignore_index)?;
-    let targets = ids(OP, targets)?;
+    let read = ids(OP, targets)?;
+    if read.is_none() && options.ignore_index.is_some() {
+        bail!("{OP}: how many targets are not ignored is not known while a graph is captured");
+    }
+    let captured = read.is_none().then_some(rows);
+    let targets = read.unwrap_or_default();
     let ignored = |target: &u32| Some(*target) == options.ignore_index;
     if let Some(at) = targets.iter().position(|t| !ignored(t) && *t as usize >= vocab) {
         bail!("{OP}: target {} at position {at} is out of range for a vocabulary of {vocab}", targets[at]);
     }
     let targets: Vec<Option<u32>> = targets.into_iter().map(|t| (!ignored(&t)).then_some(t)).collect();
-    let valid = targets.iter().flatten().count();
+    let valid = captured.unwrap_or_else(|| targets.iter().flatten().count());
     let divisor = match options.reduction {
         Reduction::Mean => valid.max(1),
         Reduction::Sum => 1,
@@ -103,7 +108,7 @@ struct Statistics {
 }
 
 struct CrossEntropy {
-    /// `None` for a row that is ignored.
+    /// `None` for a row that is ignored. Without any if they are captured in a graph.
     targets: Vec<Option<u32>>,
     divisor: f64,
     statistics: OnceLock<Vec<Statistics>>,

@@ -8,7 +8,7 @@ use fsdp::Scope;
 use fsdp::random::RandomStream;
 
 use super::element::{Element, with_element};
-use super::storage::{check_devices, dtype, elements};
+use super::storage::{check_devices, dtype, elements, is_captured};
 
 const OP: &str = "dropout";
 
@@ -21,7 +21,7 @@ const OP: &str = "dropout";
 ///
 /// # Errors
 /// If `p` is not in `[0, 1)`, if `x` is not f32, bf16 or f16 or a scalar, or is not on the CPU or a CUDA
-/// device.
+/// device; while a graph is captured, in training.
 pub fn dropout(x: &Tensor, p: f64, scope: &Scope<'_>) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {
         bail!("{OP}: the probability must be at least 0 and below 1, got {p}");
@@ -38,6 +38,9 @@ pub fn dropout(x: &Tensor, p: f64, scope: &Scope<'_>) -> Result<Tensor> {
     let stream = scope.random_stream();
     if p == 0.0 {
         return Ok(x.clone());
+    }
+    if is_captured(x.device()) {
+        bail!("{OP}: a graph would repeat the mask of the step that is captured in every step");
     }
     apply(&x.contiguous()?, Dropout { p, stream, samples })
 }

@@ -27,8 +27,8 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tenso
     let mut dims = ids.dims().to_vec();
     dims.push(dim);
     #[cfg(feature = "cuda")]
-    let cuda_ids = super::cuda::ids_beside(ids, weight)?;
-    let ids = read_ids(OP, ids)?;
+    let cuda_ids = super::cuda::ids_beside(OP, ids, weight)?;
+    let ids = read_ids(OP, ids)?.unwrap_or_default();
     check_ids(OP, "id", &ids, vocab)?;
     let op = Embedding {
         ids,
@@ -52,6 +52,7 @@ pub(super) fn check_ids(op: &str, what: &str, ids: &[u32], vocab: usize) -> Resu
 }
 
 struct Embedding {
+    /// None if they are captured in a graph.
     ids: Vec<u32>,
     /// The same on the weight's device, if that is a CUDA device.
     #[cfg(feature = "cuda")]

@@ -44,13 +44,28 @@ pub(super) fn with_elements<T: WithDType, R>(
     f(elements(op, cpu(op, &storage)?, layout)?)
 }
 
-/// The elements of an id tensor, in order. From a device they are copied, which waits for its stream.
-pub(super) fn ids(op: &str, ids: &Tensor) -> Result<Vec<u32>> {
+/// The elements of an id tensor, in order. From a device they are copied, which waits for its stream; `None` while what is
+/// done there is captured as a graph, in which nothing comes back to the host.
+pub(super) fn ids(op: &str, ids: &Tensor) -> Result<Option<Vec<u32>>> {
     if ids.dtype() != DType::U32 {
         bail!("{op}: expected ids of dtype u32, got {}", ids.dtype().as_str());
     }
+    if is_captured(ids.device()) {
+        return Ok(None);
+    }
     let ids = ids.to_device(&Device::Cpu)?.contiguous()?;
-    with_elements::<u32, _>(op, &ids, |ids| Ok(ids.to_vec()))
+    with_elements::<u32, _>(op, &ids, |ids| Ok(Some(ids.to_vec())))
+}
+
+/// Whether work on a device is captured as a graph now.
+pub(super) fn is_captured(_device: &Device) -> bool {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = _device {
+        use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus as Status;
+        let status = device.cuda_stream().capture_status();
+        return status.is_ok_and(|status| status != Status::CU_STREAM_CAPTURE_STATUS_NONE);
+    }
+    false
 }
 
 /// Fails unless all tensors are on one device that ops compute on.

@@ -15,7 +15,7 @@ use crate::support::{On, in_schedules};
 
 const VOCAB: usize = 23;
 
-fn config(tied: bool) -> LlamaConfig {
+pub(super) fn config(tied: bool) -> LlamaConfig {
     LlamaConfig {
         hidden_size: 12,
         intermediate_size: 20,
@@ -69,7 +69,7 @@ impl Run {
 }
 
 /// Two rows of 7 tokens of a step, and what follows each.
-fn batch(world: &World, step: usize, device: &Device) -> Result<(Tensor, Tensor)> {
+pub(super) fn batch(world: &World, step: usize, device: &Device) -> Result<(Tensor, Tensor)> {
     let first = (step * world.size() + world.rank()) * 2;
     let ids = |shift: usize| -> Vec<u32> {
         let row = |row: usize| (0..7).map(move |at| ((row * 11 + (at + shift) * 7) % VOCAB) as u32);

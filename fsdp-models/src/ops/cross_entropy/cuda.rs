@@ -27,7 +27,7 @@ struct Statistics {
 impl State {
     pub fn new(logits: &Tensor, targets: &Tensor, ignored: Option<u32>) -> Result<Self> {
         let ignored = ignored.map_or(NO_IGNORED_TARGET, i64::from);
-        Ok(State { targets: cuda::ids_beside(targets, logits)?, ignored, statistics: OnceLock::new() })
+        Ok(State { targets: cuda::ids_beside(OP, targets, logits)?, ignored, statistics: OnceLock::new() })
     }
 
     /// Address of the targets.

@@ -9,6 +9,8 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape,
 use fsdp_kernels::{DevicePtr, Dtype};
 use half::{bf16, f16};
 
+use crate::ops::storage::is_captured;
+
 /// Elements for reading.
 #[derive(Clone, Copy)]
 pub struct View<'a> {
@@ -189,8 +191,11 @@ fn locate(op: &str, storage: &CudaStorage, layout: &Layout) -> Result<(DevicePtr
 }
 
 /// The ids, contiguous, on the device of `beside`, if that is a CUDA device. Copied from the CPU.
-pub fn ids_beside(ids: &Tensor, beside: &Tensor) -> Result<Option<Tensor>> {
+pub fn ids_beside(op: &str, ids: &Tensor, beside: &Tensor) -> Result<Option<Tensor>> {
     match beside.device() {
+        device if ids.device().is_cpu() && is_captured(device) => {
+            bail!("{op}: ids on the CPU, while a graph is captured: put them on the device before")
+        }
         device @ Device::Cuda(_) => ids.to_device(device)?.contiguous().map(Some),
         _ => Ok(None),
     }

@@ -14,9 +14,9 @@ impl Embedding {
     /// Address of the ids on the weight's device, and how many they are.
     fn cuda_ids(&self) -> Result<(DevicePtr, u32)> {
         let Some(ids) = &self.cuda_ids else { bail!("{OP}: the ids are not on a CUDA device") };
-        let count = u32::try_from(self.ids.len());
-        let Ok(count) = count else { bail!("{OP}: {} ids are too many", self.ids.len()) };
-        Ok((ids_at(OP, ids, self.ids.len())?, count))
+        let len = ids.elem_count();
+        let Ok(count) = u32::try_from(len) else { bail!("{OP}: {len} ids are too many") };
+        Ok((ids_at(OP, ids, len)?, count))
     }
 
     pub(super) fn on_cuda(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
