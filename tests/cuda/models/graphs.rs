@@ -6,7 +6,7 @@ use fsdp_models::Llama;
 use fsdp_models::lora::LoraConfig;
 
 use super::llama::{batch, config};
-use crate::support::in_schedules;
+use crate::support::in_schedules_with_graphs;
 
 const STEPS: usize = 4;
 
@@ -62,7 +62,7 @@ fn train(graph: bool, dropout: Option<f64>, on: fn(&Device) -> Device) -> fsdp_m
 
 #[test]
 fn a_graph_of_a_llamas_step_computes_the_same_bits() {
-    in_schedules(1, |schedule| {
+    in_schedules_with_graphs(1, |schedule| {
         let losses = [false, true].map(|graph| train(graph, None, Device::clone).unwrap());
         assert_eq!(losses[0].len(), STEPS - 2);
         assert_eq!(losses[0], losses[1], "{schedule}");
@@ -71,7 +71,7 @@ fn a_graph_of_a_llamas_step_computes_the_same_bits() {
 
 #[test]
 fn what_a_graph_cannot_hold_is_refused() {
-    in_schedules(0, |_| {
+    in_schedules_with_graphs(0, |_| {
         let refusal = |dropout, on: fn(&Device) -> Device| train(true, dropout, on).unwrap_err().to_string();
         let message = refusal(None, |_| Device::Cpu);
         assert!(message.contains("embedding: ids on the CPU, while a graph is captured"), "{message}");
