@@ -16,8 +16,8 @@
 //! # Devices
 //! All tensors of a call are on one device; ids and targets may be on the CPU whatever device the others are on. They are
 //! checked on the CPU: those on a device are copied first, which waits for its stream. While a step is captured as a graph
-//! ([`ShardedOptimizer::capture`](fsdp::ShardedOptimizer::capture)) they have to be on the device and are not looked at: an
-//! id out of range then makes NaNs of its row, or of the loss. Dropout cannot be captured.
+//! (`ShardedOptimizer::capture`, feature `cuda`) they have to be on the device and are not looked at: an id out of range
+//! then makes NaNs of its row, or of the loss. Dropout cannot be captured.
 //!
 //! On a CUDA device all work goes to candle's stream. Matrix products are cuBLAS's: of the arguments' dtype, summed in f32
 //! (f32 as candle's `gemm_reduced_precision_f32` says), and a weight gradient goes straight into the bucket of an open
