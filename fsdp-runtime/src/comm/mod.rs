@@ -92,6 +92,16 @@ pub struct Reduce {
     pub accumulate: Accumulate,
 }
 
+/// One buffer of a grouped all-to-all: `send` and `recv` have the same length, a multiple of `size`, and dtype, and
+/// do not overlap. Chunk r of `send`, of `size` equal ones, goes to rank r, and chunk r of `recv` comes from it.
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    /// What this rank has for each rank.
+    pub send: Slice,
+    /// What each rank has for this one.
+    pub recv: Slice,
+}
+
 /// Reduction of small host values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum HostOp {
@@ -105,9 +115,9 @@ pub enum HostOp {
 
 /// A group of ranks that calls collectives in one common order.
 ///
-/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`) are enqueued on `stream`
-/// and their failure is carried by the stream's next event; the `host_*` ones block. A collective takes its
-/// place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
+/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all`) are enqueued on
+/// `stream` and their failure is carried by the stream's next event; the `host_*` ones block. A collective takes
+/// its place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
 /// a part is in place. Every rank of the group must make the same calls in the same order with the same tags
 /// and sizes; if one does not, panics, returns early or is late beyond the time-out, every rank gets a
 /// [`CommError`] that says which.
@@ -144,6 +154,13 @@ pub trait Communicator: Send + Sync {
 
     /// Rank `root`'s `data` for all.
     fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError>;
+
+    /// Exchanges all `parts` in one grouped launch: each rank has a chunk for every rank, itself included.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if a part's sides differ in length or dtype, cannot be cut into one chunk a rank, or
+    /// overlap.
+    fn all_to_all(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError>;
 
     /// Blocks until all ranks have reached it.
     fn host_barrier(&self, tag: Tag) -> Result<(), CommError>;

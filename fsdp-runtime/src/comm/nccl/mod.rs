@@ -43,7 +43,7 @@ use self::watch::Lease;
 use super::arguments::Caller;
 use super::call::Call;
 use super::ledger::{Control, Ledger, Stage, Trouble};
-use super::{CommCounter, CommError, Communicator, Gather, HostOp, Phase, Reduce, Tag};
+use super::{CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Tag};
 use crate::device::cuda::{CudaDevice, CudaError, CudaStream};
 use crate::device::{Slice, Stream};
 
@@ -341,6 +341,16 @@ impl Communicator for NcclComm {
         self.enqueue(stream, call, from_peers, &[&data], |launch, _| {
             launch
                 .group(&[&data], |group| if data.is_empty() { Ok(()) } else { group.broadcast(&data, root) })
+        })
+    }
+
+    fn all_to_all(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError> {
+        let call = Call::all_to_all(tag, &parts);
+        let from_peers = self.caller().all_to_all(&call, &parts)?;
+        let slices: Vec<&Slice> = parts.iter().flat_map(|part| [&part.send, &part.recv]).collect();
+        self.enqueue(stream, call, from_peers, &slices, |launch, _| {
+            let mut parts = full(&parts, |part| &part.send);
+            launch.group(&slices, |group| parts.try_for_each(|part| group.all_to_all(part, self.size())))
         })
     }
 
