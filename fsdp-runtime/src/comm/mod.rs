@@ -18,7 +18,7 @@ pub use error::CommError;
 pub(crate) use error::panic_text;
 pub use ledger::Control;
 
-use crate::device::{Slice, Stream};
+use crate::device::{Memory, Slice, Stream};
 
 /// Part of the training step a collective belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -113,6 +113,25 @@ pub enum HostOp {
     Min,
 }
 
+/// How memory is registered with a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum Registration {
+    /// As a buffer (`ncclCommRegister`): by each rank for itself.
+    Buffer,
+    /// As a symmetric window (`ncclCommWindowRegister`): by all ranks together, the same sizes in the same order. Needs
+    /// NCCL 2.27.
+    Window,
+}
+
+impl std::fmt::Display for Registration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Registration::Buffer => "buffer",
+            Registration::Window => "window",
+        })
+    }
+}
+
 /// A group of ranks that calls collectives in one common order.
 ///
 /// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all`) are enqueued on
@@ -175,6 +194,25 @@ pub trait Communicator: Send + Sync {
     /// such as writing to a slow disk. A rank that fails or returns early still ends it.
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.host_gather(tag, bytes)
+    }
+
+    /// Memory whose slices [`Communicator::register`] takes; `None` if it takes none.
+    fn registrable(&self) -> Option<Arc<dyn Memory>> {
+        None
+    }
+
+    /// Registers memory that collectives use again and again: the ranks then need no buffers of their own on the way, where
+    /// the links between them allow for that. The communicator keeps the memory until it ends itself. It is optional, and
+    /// of duplicates each has to register for itself. All ranks must call it, in the same order among their collectives,
+    /// as many slices of the same lengths; it blocks until they have.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if a slice is not of [`Communicator::registrable`], or the communicator registers nothing;
+    /// those of [`Communicator::host_barrier`] and of the backend.
+    fn register(&self, _slices: &[Slice], _how: Registration) -> Result<(), CommError> {
+        let message =
+            "memory cannot be registered with this communicator: those by NCCL register memory".to_owned();
+        Err(CommError::Invalid { rank: self.rank(), message })
     }
 
     /// Says in what state this rank is, in words: all ranks of the group must say the same at the same place among

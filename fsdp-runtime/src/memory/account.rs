@@ -99,6 +99,11 @@ impl Account {
         Account { memory, counters: Arc::default() }
     }
 
+    /// The same account, whose buffers are in other memory.
+    pub fn in_memory(&self, memory: Arc<dyn Memory>) -> Account {
+        Account { memory, counters: self.counters.clone() }
+    }
+
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.
     ///
     /// # Errors

@@ -9,10 +9,10 @@ use parking_lot::Mutex;
 
 use super::handle::{Handle, Health};
 use super::library::Failure;
-use super::memory::{Registered, Registration};
-use crate::comm::CommError;
+use super::memory::Registered;
 use crate::comm::arguments::same_place;
 use crate::comm::ledger::{Ledger, Stage, Trouble};
+use crate::comm::{CommError, Registration};
 use crate::device::cuda::{CudaDevice, CudaEvent};
 use crate::device::{Event, Slice};
 
@@ -148,7 +148,7 @@ impl Comm {
             return Ok(());
         }
         // SAFETY: the communicator is alive under its lock, and its calls are waited for. The slice is memory of NCCL's, by
-        // the caller's check.
+        // the caller's check. What is registered is kept until the communicator is at its end, or has been aborted.
         match self.handle.with(|comm| unsafe { Registered::new(comm, slice, how) }) {
             Some(Ok(new)) => registered.push(new),
             Some(Err(failure)) => return Err(self.ledger.give_up(None, failure.trouble())),

@@ -28,7 +28,7 @@ mod watch;
 
 use std::sync::Arc;
 
-pub use self::memory::{NcclMemory, Registration};
+pub use self::memory::NcclMemory;
 
 use cudarc::nccl::sys::ncclUniqueId;
 use fsdp_kernels::MAX_RANKS;
@@ -43,9 +43,11 @@ use self::watch::Lease;
 use super::arguments::Caller;
 use super::call::Call;
 use super::ledger::{Control, Ledger, Stage, Trouble};
-use super::{CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Tag};
+use super::{
+    CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Registration, Tag,
+};
 use crate::device::cuda::{CudaDevice, CudaError, CudaStream};
-use crate::device::{Slice, Stream};
+use crate::device::{Memory, Slice, Stream};
 
 /// A communicator by NCCL cannot be made.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -122,35 +124,6 @@ impl NcclComm {
         let this = Arc::new(NcclComm { control, ledger, lease, sums: options.sums, turn: Mutex::default() });
         this.joined(&mut this.turn.lock(), None)?;
         Ok(this)
-    }
-
-    /// Registers memory that collectives use again and again: NCCL then needs no buffers of its own on the way, where the
-    /// links between the ranks allow for that. The communicator keeps the memory until it ends itself. It is optional, and
-    /// of duplicates each has to register for itself. All ranks must call it, in the same order among their collectives.
-    ///
-    /// # Errors
-    /// [`CommError::Invalid`] if a slice is not of [`NcclMemory`], or NCCL is too old for windows; those of
-    /// [`Communicator::host_barrier`] and of NCCL.
-    pub fn register(&self, slices: &[Slice], how: Registration) -> Result<(), CommError> {
-        let device = &self.lease.family.device;
-        let refuse = |message: String| Err(CommError::Invalid { rank: self.caller().rank, message });
-        if let Some(wrong) = slices.iter().position(|slice| !slice.is_empty() && !device.has_adopted(slice)) {
-            return refuse(format!(
-                "slice {wrong} cannot be registered: its memory is not of a fixed place. It is of a pool that gives the \
-                 address to others once it is freed; `NcclMemory` is for buffers that stay"
-            ));
-        }
-        if how == Registration::Window && !library::has_windows() {
-            return refuse("windows need NCCL 2.27 or newer: register buffers".to_owned());
-        }
-        device.check()?;
-        let mut turn = self.turn.lock();
-        let comm = self.joined(&mut turn, None)?;
-        device.bind()?;
-        self.control.host_barrier(Tag { unit: "registration".into(), phase: Phase::Setup, step: 0 })?;
-        let full = slices.iter().filter(|slice| !slice.is_empty());
-        let done = full.into_iter().try_for_each(|slice| comm.register(slice, how));
-        done.inspect_err(|error| device.fail(error.clone()))
     }
 
     fn made_of(&self, control: Arc<dyn Communicator>) -> Result<Arc<NcclComm>, CommError> {
@@ -368,6 +341,32 @@ impl Communicator for NcclComm {
 
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.control.host_gather_patiently(tag, bytes)
+    }
+
+    fn registrable(&self) -> Option<Arc<dyn Memory>> {
+        Some(Arc::new(NcclMemory::new(&self.lease.family.device)))
+    }
+
+    fn register(&self, slices: &[Slice], how: Registration) -> Result<(), CommError> {
+        let device = &self.lease.family.device;
+        let refuse = |message: String| Err(CommError::Invalid { rank: self.caller().rank, message });
+        if let Some(wrong) = slices.iter().position(|slice| !slice.is_empty() && !device.has_adopted(slice)) {
+            return refuse(format!(
+                "slice {wrong} cannot be registered: its memory is not of a fixed place. It is of a pool that gives the \
+                 address to others once it is freed; `NcclMemory` is for buffers that stay"
+            ));
+        }
+        if how == Registration::Window && !library::has_windows() {
+            return refuse("windows need NCCL 2.27 or newer: register buffers".to_owned());
+        }
+        device.check()?;
+        let mut turn = self.turn.lock();
+        let comm = self.joined(&mut turn, None)?;
+        device.bind()?;
+        self.control.host_barrier(Tag { unit: "registration".into(), phase: Phase::Setup, step: 0 })?;
+        let full = slices.iter().filter(|slice| !slice.is_empty());
+        let done = full.into_iter().try_for_each(|slice| comm.register(slice, how));
+        done.inspect_err(|error| device.fail(error.clone()))
     }
 
     fn note(&self, state: &str) {

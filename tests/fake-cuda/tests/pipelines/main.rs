@@ -17,14 +17,15 @@ mod place;
 #[allow(dead_code)]
 #[path = "../../../model/src/pipelines/rank.rs"]
 mod rank;
+mod registered;
 #[path = "../../../model/src/pipelines/setting.rs"]
 mod setting;
 
 use std::sync::Arc;
 
 use fake_cuda::{Finding, Kind, Schedule, Session, register_fsdp_kernels};
-use fsdp_runtime::comm::Communicator;
 use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
+use fsdp_runtime::comm::{Communicator, Registration};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, World};
 
@@ -49,10 +50,25 @@ fn train(
     joined: Joined,
     fuse: Option<(usize, usize)>,
 ) -> Result<(), LaunchError> {
+    train_in(setting(inner, outer, seed), seed, joined, fuse, None)
+}
+
+/// What `seed` draws.
+fn setting(inner: usize, outer: usize, seed: u64) -> Setting {
     check::seed(seed);
-    let setting = Setting { device: true, ..Setting::choose(inner, outer) };
+    Setting { device: true, ..Setting::choose(inner, outer) }
+}
+
+/// Trains; the pools are registered, if so wanted, and a rank fails after so many uses of units.
+fn train_in(
+    setting: Setting,
+    seed: u64,
+    joined: Joined,
+    fuse: Option<(usize, usize)>,
+    registration: Option<Registration>,
+) -> Result<(), LaunchError> {
     let options = CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) };
-    launch::local(inner * outer, |world: World| -> fsdp_runtime::Result<()> {
+    launch::local(setting.ranks(), |world: World| -> fsdp_runtime::Result<()> {
         let ordinal = if joined == Joined::OneDevice { 0 } else { world.rank() };
         let device = CudaDevice::open(ordinal, &options).expect("the fake driver has a device");
         let fuse = fuse.filter(|(rank, _)| *rank == world.rank()).map(|(_, uses)| uses);
@@ -64,7 +80,9 @@ fn train(
                 comm.expect("NCCL is there")
             }
         };
-        Ok(Rank::new(Shared::new(device), setting, &*comm, fuse)?.train()?)
+        let mut rank = Rank::new(Shared::new(device), setting, &*comm, fuse)?;
+        registration.map_or(Ok(()), |how| rank.register(how))?;
+        Ok(rank.train()?)
     })
     .map(drop)
 }

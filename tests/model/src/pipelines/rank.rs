@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{CommError, Communicator, Phase};
+use crate::comm::{CommError, Communicator, Phase, Registration};
 use crate::device::{Slice, Stream};
 use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
 use crate::memory::Account;
@@ -188,6 +188,12 @@ impl<P: Place> Rank<P> {
         );
         let versions = vec![0; groups.len()];
         Ok(Rank { place, setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
+    }
+
+    /// Registers what both pools have.
+    pub(super) fn register(&mut self, how: Registration) -> Result<(), CommError> {
+        self.gather.register_pool(how)?;
+        self.reduce.register_pool(how)
     }
 
     /// Two steps, and what follows them.
