@@ -135,7 +135,11 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         layout,
         slots,
     };
-    let (gather, reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts));
+    let (mut gather, mut reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts));
+    if let Some(how) = config.registration {
+        gather.register_pool(how)?;
+        reduce.register_pool(how)?;
+    }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
         if !cell.bind(&engine, index + 1) {
