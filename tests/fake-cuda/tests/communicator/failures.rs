@@ -127,6 +127,25 @@ fn a_rank_that_is_late_is_named() {
     }
 }
 
+/// What is done is forgotten, however much of it there is.
+#[test]
+fn a_rank_that_is_late_after_many_collectives_is_named_as_soon() {
+    let session = Session::new(Schedule::Earliest);
+    let (ended, others_end) = mpsc::channel();
+    let (ended, others_end) = (Mutex::new(ended), Mutex::new(others_end));
+    let words = ["timed out after 1s in all-reduce of unit `last`", "called by: [0], missing: [1]"];
+    all_but_one_fail(&session, 2, SOON, 1, &words, |rank| {
+        let comm = rank.join()?;
+        (0..200).try_for_each(|i| all_reduce(rank, &*comm, &format!("layers.{i}")))?;
+        if rank.rank() == 1 {
+            return Ok(others_end.lock().recv()?);
+        }
+        let end = all_reduce(rank, &*comm, "last");
+        ended.lock().send(())?;
+        end
+    });
+}
+
 /// The rank has called, but its device is busy with something else.
 #[test]
 fn a_device_that_does_not_come_to_the_collective_is_named() {

@@ -3,10 +3,9 @@
 use fake_cuda::{Schedule, Session};
 
 use crate::comm::Registration;
-use crate::pipeline::Sync;
-use crate::setting::{Mode, Setting, Update, Use};
-use crate::spec::{Dtype, Strategy};
-use crate::{Joined, factor, place, schedules, setting, train_in};
+use crate::setting::Setting;
+use crate::spec::Strategy;
+use crate::{Joined, Run, factor, place, plain, schedules, setting};
 
 const HOW: [Registration; 2] = [Registration::Buffer, Registration::Window];
 
@@ -18,37 +17,14 @@ fn ranks_whose_pools_are_registered_train() {
             place::register(&session);
             let setting = Setting { double_buffer: true, ..setting(inner, outer, seed) };
             let how = HOW[seed as usize / 3 % 2];
-            if let Err(error) = train_in(setting, seed, Joined::Nccl, None, Some(how)) {
+            let run = Run { registration: Some(how), ..Run::new(setting, Joined::Nccl) };
+            if let Err(error) = run.train() {
                 panic!("seed {seed}: {error}");
             }
             if let Some(wrong) = place::take_wrong() {
                 panic!("seed {seed}: {wrong}");
             }
         }
-    }
-}
-
-/// Units one after the other, in as few slots as there are.
-fn plain(ranks: usize) -> Setting {
-    const FORWARD: &[Use] =
-        &[Use { unit: 1, inner: &[] }, Use { unit: 2, inner: &[] }, Use { unit: 3, inner: &[] }];
-    Setting {
-        strategy: Strategy::OptimGradsParams,
-        depth: 2,
-        prefetch: 1,
-        budget: None,
-        double_buffer: true,
-        reshard: Mode::Mixed,
-        wire: Dtype::F32,
-        frozen: false,
-        forwards: [FORWARD, FORWARD],
-        microbatches: &[Sync::Step],
-        skipped: None,
-        evaluate: false,
-        recompute: false,
-        updates: [Update::Step, Update::Step],
-        cut: None,
-        ..setting(ranks, 1, 0)
     }
 }
 
@@ -60,7 +36,7 @@ fn every_collective_of_a_pool_has_registered_memory() {
             let session = Session::new(schedule);
             place::register(&session);
             session.start_log();
-            train_in(plain(4), 0, Joined::Nccl, None, Some(how)).unwrap();
+            Run { registration: Some(how), ..Run::new(plain(4), Joined::Nccl) }.train().unwrap();
             assert_eq!(place::take_wrong(), None);
             let calls: Vec<String> =
                 session.operations().into_iter().map(|operation| operation.call).collect();
@@ -79,7 +55,8 @@ fn pools_that_cannot_be_registered_are_refused() {
     let refused = |setting: Setting, joined: Joined, why: &str| {
         let session = Session::new(Schedule::Latest);
         place::register(&session);
-        let error = train_in(setting, 0, joined, None, Some(Registration::Buffer)).unwrap_err().to_string();
+        let run = Run { registration: Some(Registration::Buffer), ..Run::new(setting, joined) };
+        let error = run.train().unwrap_err().to_string();
         assert!(error.contains("the buffers of a pool cannot be registered: "), "{error}");
         assert!(error.contains(why), "{error}");
     };
@@ -90,6 +67,7 @@ fn pools_that_cannot_be_registered_are_refused() {
     let none = Setting { strategy: Strategy::NoShard, ..come_and_go };
     let session = Session::new(Schedule::Latest);
     place::register(&session);
-    train_in(none, 0, Joined::OneDevice, None, Some(Registration::Buffer)).unwrap();
+    let run = Run { registration: Some(Registration::Buffer), ..Run::new(none, Joined::OneDevice) };
+    run.train().unwrap();
     assert_eq!(place::take_wrong(), None);
 }
