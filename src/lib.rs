@@ -170,6 +170,10 @@ pub use fsdp_runtime::{
     checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace,
 };
 
+/// CUDA devices (feature `cuda`): candle's devices for ranks, and kernels on candle's tensors.
+#[cfg(feature = "cuda")]
+pub use fsdp_runtime::device::cuda;
+
 /// What a training program needs: `use fsdp::prelude::*;`.
 ///
 /// [`Result`] and `Tensor` are left to the program: a model's forward returns candle's `Result`, a training

@@ -26,6 +26,10 @@ pub enum Error {
     /// The ranks cannot be arranged as asked.
     #[error(transparent)]
     Mesh(#[from] MeshError),
+    /// A CUDA device cannot be used.
+    #[cfg(feature = "cuda-driver")]
+    #[error(transparent)]
+    Cuda(#[from] crate::device::cuda::CudaError),
     /// The configuration contradicts itself, the mesh or the model.
     #[error("configuration: {0}")]
     Config(String),

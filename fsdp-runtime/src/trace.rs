@@ -45,6 +45,12 @@ struct Enqueued {
     end: Arc<dyn Mark>,
 }
 
+/// A span that has begun.
+pub struct Begun {
+    issued: u64,
+    start: Option<Arc<dyn Mark>>,
+}
+
 impl Records {
     /// Times the spans that are over.
     fn collect(&mut self) {
@@ -65,11 +71,20 @@ impl Tracer {
         Arc::new(Tracer { enabled, records: Mutex::default() })
     }
 
-    /// Records a span that ran on the compute lane from `start` until now.
-    pub fn compute(&self, name: &'static str, unit: &Arc<str>, start: u64) {
-        if self.enabled {
-            let span = Span { lane: "compute", name, unit: unit.clone(), issued: start, start, end: now() };
-            self.records.lock().spans.push(span);
+    /// A span of the compute lane begins at the present end of `compute`.
+    pub fn begin(&self, compute: &dyn Stream) -> Begun {
+        // A stream that has failed says so where its failure can be told.
+        Begun { issued: now(), start: if self.enabled { compute.mark().ok() } else { None } }
+    }
+
+    /// Records a span that ran on the compute lane until the present end of `compute`.
+    pub fn compute(&self, compute: &dyn Stream, name: &'static str, unit: &Arc<str>, begun: Begun) {
+        if let Some(start) = begun.start
+            && let Ok(end) = compute.mark()
+        {
+            let span =
+                Span { lane: "compute", name, unit: unit.clone(), issued: begun.issued, start: 0, end: 0 };
+            self.records.lock().enqueued.push(Enqueued { span, start, end });
         }
     }
 

@@ -89,30 +89,23 @@ def copy():
 
 def passes(tests):
     """True if the tests pass, False if one fails; an error if a mutant does not compile."""
-    command = ["cargo", "test", "--workspace", "--no-run", "--target-dir", ROOT / "target"]
-    for test in tests:
-        command += ["--test", test]
+    return all(run(test) for test in tests)
+
+
+def run(test):
+    command = ["cargo", "test", "--workspace", "--no-run", "--target-dir", ROOT / "target", "--test", test]
     build = subprocess.run(command, cwd=COPY, capture_output=True, text=True)
     if build.returncode:
         sys.exit(f"a mutant does not compile:\n{build.stderr}")
-    package = COPY / "tests/fake-cuda"
-    for test in tests:
-        # The unit tests of what is compiled in are no concern here.
-        command = [built(test, build.stderr), "--skip", "memory::pool", "--skip", "pipeline::"]
-        try:
-            run = subprocess.run(command, cwd=package, capture_output=True, timeout=300)
-        except subprocess.TimeoutExpired:
-            return False
-        if run.returncode:
-            return False
-    return True
-
-
-def built(test, words):
-    """The program of a test of this package: another one has a test of the same name."""
-    main = "tests/pipelines/main.rs" if test == "pipelines" else f"tests/{test}"
-    found = re.search(rf"{main}\S* \((\S+)\)", words)
-    return found[1]
+    # Another package has a test of the name of one of these, as a file.
+    file = {"device": "device.rs"}.get(test, f"{test}/main.rs")
+    program = re.search(rf"tests/{file} \((\S+)\)", build.stderr)[1]
+    # The unit tests of what is compiled in are no concern here.
+    command = [program, "--skip", "memory::pool", "--skip", "pipeline::"]
+    try:
+        return subprocess.run(command, cwd=COPY / "tests/fake-cuda", capture_output=True, timeout=300).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def main():
@@ -122,8 +115,8 @@ def main():
         sys.exit("the tests fail without a mutant")
     survivors, count = [], 0
     for source in [*IN_TEST, *IN_RUNTIME, *IN_NCCL]:
-        original = (ROOT / source).read_text()
         target = COPY / MAIN / IN_TEST[source] if source in IN_TEST else COPY / source
+        original = target.read_text()
         tests = ["communicator", "pipelines"] if source in IN_NCCL else ["pipelines", "device", "communicator"]
         for number, line, text in mutants(original):
             where = f"{source.relative_to(RUNTIME)}:{number}"

@@ -232,6 +232,10 @@ impl<'a> Contents<'a> {
 
     /// What is to be written, settled: nothing changes it while it is borrowed.
     pub(super) fn prepare(self) -> Result<Prepared> {
+        if self.prepared.pieces.iter().any(Piece::is_on_device) {
+            // Files are written from memory of the host.
+            return self.snapshot();
+        }
         self.engine.settle()?;
         Ok(self.prepared)
     }
@@ -239,15 +243,15 @@ impl<'a> Contents<'a> {
     /// A copy of it in host memory, which borrows nothing.
     pub(super) fn snapshot(self) -> Result<Prepared> {
         self.engine.settle()?;
-        let account = self.engine.account.clone();
+        let (account, backend) = (self.engine.account.clone(), self.engine.backend.clone());
         let copy = |piece: Piece| -> Result<Piece> {
             let memory = match piece.memory {
                 Memory::Bytes(bytes) => Memory::Bytes(bytes),
                 Memory::Held(slice) => {
-                    let copy = account.allocate(Category::Snapshot, slice.dtype(), slice.len())?;
+                    let copy = account.allocate_on_host(Category::Snapshot, slice.dtype(), slice.len())?;
                     // SAFETY: the copy is new and ours alone; nothing is under way (`settle`), and while the state is
                     // borrowed no one changes it.
-                    unsafe { copy.as_mut_bytes().copy_from_slice(slice.as_bytes()) };
+                    backend.download(&slice, unsafe { copy.as_mut_bytes() })?;
                     Memory::Held(copy)
                 }
             };
@@ -256,6 +260,12 @@ impl<'a> Contents<'a> {
         let Prepared { pieces, .. } = self.prepared;
         let pieces = pieces.into_iter().map(copy).collect::<Result<_>>()?;
         Ok(Prepared { pieces, ..self.prepared })
+    }
+}
+
+impl Piece {
+    fn is_on_device(&self) -> bool {
+        matches!(&self.memory, Memory::Held(slice) if !slice.block().is_host())
     }
 }
 

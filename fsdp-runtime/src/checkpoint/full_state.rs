@@ -9,7 +9,7 @@ use super::error::CheckpointError;
 use super::expected::{LeftOut, left_out, mismatch, model_tensors};
 use super::index::{Section, StoredTensor};
 use crate::comm::{Phase, Tag};
-use crate::device::Slice;
+use crate::device::update_anywhere;
 use crate::engine::{Engine, Fsdp, FsdpUnit, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
 use crate::error::{Error, Result};
 use crate::files::Mismatch;
@@ -176,12 +176,12 @@ fn load_params(
             if left_out.weight(tensor.name) || tensor.elements.is_empty() {
                 continue;
             }
-            let values = Slice::zeros(Dtype::F32, tensor.elements.len(), None);
+            let values = engine.account.allocate_briefly(Dtype::F32, tensor.elements.len())?;
             if group.is_first() && outcome.is_ok() {
+                let copy = |out: &mut [f32]| copy_values(&state[tensor.name], out);
                 // SAFETY: the buffer is new and ours alone.
-                let out = unsafe { values.as_mut_slice::<f32>() };
-                outcome =
-                    copy_values(&state[tensor.name], out).map_err(|error| param_error(tensor.name, &error));
+                let copied = unsafe { update_anywhere(&*engine.backend, &values, copy)? };
+                outcome = copied.map_err(|error| param_error(tensor.name, &error));
             }
             let tag = Tag { unit: tensor.name.into(), phase: Phase::Checkpoint, step: group.step };
             group.comm.broadcast(compute, tag, values.clone(), 0)?;

@@ -14,6 +14,7 @@ use super::fit::Fit;
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
+use crate::device::update_anywhere;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
 use crate::error::{Error, Result};
 use crate::files::Mismatch;
@@ -205,14 +206,17 @@ impl<'a> Restore<'a> {
         let fill = |section: &str, pieces: Vec<Held>| -> Result<()> {
             let out = left_out(section);
             for Held { param, elements, memory, .. } in pieces {
+                let fill = |values: &mut [f32]| -> Result<()> {
+                    for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
+                        if !out.weight(tensor.name) {
+                            checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
+                        }
+                    }
+                    Ok(())
+                };
                 // SAFETY: nothing is under way (`reset_step`), and the state is borrowed mutably for the restore: this
                 // thread is its only user.
-                let values = unsafe { memory.as_mut_slice::<f32>() };
-                for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
-                    if !out.weight(tensor.name) {
-                        checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
-                    }
-                }
+                unsafe { update_anywhere(&*engine.backend, &memory, fill)?? };
             }
             Ok(())
         };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::local::{LocalOptions, LocalWorld};
 use super::{CommError, Communicator};
+use crate::device::{Backend, CpuBackend};
 use crate::mesh::{MeshDim, MeshError, Topology};
 use crate::sync::Mutex;
 
@@ -13,6 +14,7 @@ use crate::sync::Mutex;
 pub struct DeviceMesh {
     topology: Topology,
     communicator: Arc<dyn Communicator>,
+    backend: Arc<dyn Backend>,
     /// Groups that were asked for, by their dims in the order of the mesh.
     groups: Arc<Mutex<Groups>>,
 }
@@ -28,7 +30,7 @@ impl DeviceMesh {
     /// As for [`Topology::new`].
     pub fn new(dims: &[(&str, usize)], communicator: Arc<dyn Communicator>) -> Result<DeviceMesh, MeshError> {
         let topology = Topology::new(dims, communicator.size())?;
-        Ok(DeviceMesh { topology, communicator, groups: Arc::default() })
+        Ok(DeviceMesh { topology, communicator, backend: Arc::new(CpuBackend), groups: Arc::default() })
     }
 
     /// The mesh of a single rank, the calling thread: no launch is needed.
@@ -41,6 +43,32 @@ impl DeviceMesh {
         let world = LocalWorld::new(1, LocalOptions::default());
         let communicator = world.communicator(0).expect("a world of one rank has rank 0");
         DeviceMesh::new(&[("dp_shard", 1)], communicator).expect("one rank is a mesh of one rank")
+    }
+
+    /// The same ranks, which compute on `backend`; `communicator` joins them there: its collectives take the streams of the
+    /// backend. Nothing is sent. [`DeviceMesh::on`] chooses both.
+    ///
+    /// # Errors
+    /// If the communicator has another number of ranks.
+    pub fn on_backend(
+        &self,
+        backend: Arc<dyn Backend>,
+        communicator: Arc<dyn Communicator>,
+    ) -> Result<DeviceMesh, MeshError> {
+        let dims: Vec<(&str, usize)> =
+            self.topology.dims().iter().map(|(dim, size)| (dim.name(), *size)).collect();
+        let topology = Topology::new(&dims, communicator.size())?;
+        Ok(DeviceMesh { topology, communicator, backend, groups: Arc::default() })
+    }
+
+    /// What this rank computes on: models that are sharded over the mesh are there.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
+
+    /// candle's device of it, where inputs of models belong.
+    pub fn device(&self) -> &candle_core::Device {
+        self.backend.tensors()
     }
 
     /// The arrangement.
@@ -95,7 +123,7 @@ impl DeviceMesh {
         let named: Vec<MeshDim> = dims.iter().map(|dim| dim.parse()).collect::<Result<_, MeshError>>()?;
         let topology = self.topology.sub(&named)?;
         let communicator = self.group(&named)?;
-        Ok(DeviceMesh { topology, communicator, groups: Arc::default() })
+        Ok(DeviceMesh { topology, communicator, backend: self.backend.clone(), groups: Arc::default() })
     }
 
     /// This rank.

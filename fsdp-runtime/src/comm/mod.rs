@@ -8,6 +8,7 @@ mod ledger;
 pub mod local;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+mod on_device;
 pub mod tcp;
 mod traffic;
 
@@ -224,6 +225,11 @@ pub trait Communicator: Send + Sync {
     /// other on the host.
     fn control(&self) -> Option<Control> {
         None
+    }
+
+    /// Whether its collectives take streams of a device that all ranks share, as those of ranks that are threads do.
+    fn shares_a_process(&self) -> bool {
+        false
     }
 
     /// Traffic of this rank so far, by operation, all duplicates of the communicator together.

@@ -166,6 +166,18 @@ impl Slice {
         }
     }
 
+    /// The first `len` elements of `dtype` in the same memory.
+    ///
+    /// # Panics
+    /// If it has no room for them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn reinterpreted(&self, dtype: Dtype, len: usize) -> Slice {
+        assert!(len * dtype.size() <= self.bytes(), "{len} elements of {dtype} in {} bytes", self.bytes());
+        let start = self.start * self.dtype.size();
+        assert!(start.is_multiple_of(dtype.size()), "a slice that begins inside an element");
+        Slice { buffer: self.buffer.clone(), dtype, start: start / dtype.size(), len }
+    }
+
     /// Address of the first element.
     pub fn as_ptr(&self) -> *mut u8 {
         // SAFETY: `start` and `len` are inside the allocation by construction of `zeros` and `range`.

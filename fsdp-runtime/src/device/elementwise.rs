@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::{Element, Slice, Stream, update_f32};
+use super::{Element, Slice, Stream, move_average, update_f32};
 use crate::comm::CommError;
 use crate::spec::Dtype;
 
@@ -24,6 +24,10 @@ pub enum Elementwise {
     Scale(Slice, f32),
     /// Copies the first slice to the second, which is as long, rounding to nearest even.
     Cast(Slice, Slice),
+    /// [`move_average`] of the first slice towards the second, both of f32 and as long, with this decay.
+    Move(Slice, Slice, f64),
+    /// Exchanges the elements of two slices of one dtype and length, apart from each other.
+    Swap(Slice, Slice),
 }
 
 /// Fills `slice`, in stream order.
@@ -63,6 +67,40 @@ pub fn cast(stream: &dyn Stream, from: &Slice, to: &Slice) -> Result<(), CommErr
     stream.elementwise(Elementwise::Cast(from.clone(), to.clone()))
 }
 
+/// [`move_average`], in stream order; both are of f32 and as long. On a device an average that equals its weight may
+/// change by its rounding.
+///
+/// The caller's stream order must make the stream the only one that uses `average`, and no one may write `weights`.
+///
+/// # Errors
+/// Those of [`Stream::elementwise`].
+///
+/// # Panics
+/// If the lengths differ.
+pub fn move_towards(
+    stream: &dyn Stream,
+    average: &Slice,
+    weights: &Slice,
+    decay: f64,
+) -> Result<(), CommError> {
+    assert_eq!(average.len(), weights.len(), "an average and its weights differ in length");
+    stream.elementwise(Elementwise::Move(average.clone(), weights.clone(), decay))
+}
+
+/// Exchanges the elements of two slices of one dtype and length, in stream order.
+///
+/// The caller's stream order must make the stream the only one that uses either.
+///
+/// # Errors
+/// Those of [`Stream::elementwise`].
+///
+/// # Panics
+/// If the dtypes or lengths differ.
+pub fn swap(stream: &dyn Stream, a: &Slice, b: &Slice) -> Result<(), CommError> {
+    assert_eq!((a.dtype(), a.len()), (b.dtype(), b.len()), "an exchange of buffers that differ");
+    stream.elementwise(Elementwise::Swap(a.clone(), b.clone()))
+}
+
 impl Elementwise {
     /// Does it, in host memory.
     ///
@@ -85,6 +123,10 @@ impl Elementwise {
                     Dtype::BF16 => write(to, from.as_slice::<bf16>().iter().map(|x| x.to_f32())),
                     Dtype::F16 => write(to, from.as_slice::<f16>().iter().map(|x| x.to_f32())),
                 },
+                Elementwise::Move(average, weights, decay) => {
+                    move_average(average.as_mut_slice::<f32>(), weights.as_slice::<f32>(), *decay);
+                }
+                Elementwise::Swap(a, b) => a.as_mut_bytes().swap_with_slice(b.as_mut_bytes()),
             }
         }
     }

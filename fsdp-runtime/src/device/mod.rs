@@ -5,6 +5,9 @@
 //! ([`cpu`]) a side stream is a worker thread and the compute stream is the rank's own thread; on CUDA they
 //! are streams of the driver.
 
+mod anywhere;
+mod average;
+mod backend;
 mod buffer;
 mod clock;
 pub mod cpu;
@@ -15,9 +18,12 @@ mod memory;
 mod stream;
 mod widen;
 
+pub use anywhere::{read_anywhere, update_all_anywhere, update_anywhere};
+pub use average::move_average;
+pub use backend::{AdamWRun, AdamWScalars, Backend, CpuBackend, Kernels};
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
 pub use clock::now;
-pub use elementwise::{Elementwise, Fill, cast, fill, scale};
+pub use elementwise::{Elementwise, Fill, cast, fill, move_towards, scale, swap};
 pub use memory::{Block, HostMemory, Memory};
 pub use stream::{Event, Mark, Stream, Work};
 pub use widen::{read_f32, update_f32};

@@ -10,10 +10,9 @@ use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 use crate::pipeline::{ReducedUnit, Sync};
 use crate::spec::Strategy;
-use crate::trace;
 
 /// Steps the parameters of a unit whose gradients were reduced.
-pub(crate) type UnitStep = Box<dyn FnMut(&Engine, &ReducedUnit) + Send>;
+pub(crate) type UnitStep = Box<dyn FnMut(&Engine, &ReducedUnit) -> Result<(), CommError> + Send>;
 
 /// What needs gradients that are still there after the backward is refused with this.
 pub(crate) fn refuse(engine: &Engine, what: &str) -> Result<()> {
@@ -74,14 +73,15 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
             self.agree(&engine, |lines| lines)?;
         }
         let at = StepInfo { step: self.steps() + 1, grad_scale: 1.0 };
-        let start = trace::now();
+        let span = engine.begin_span();
         let shared = self.share();
         engine.state.lock().unit_step = Some(Box::new(move |engine, reduced| {
             for (group, grads) in &reduced.grads {
                 let layout = &engine.groups[*group].layout;
                 let at = StepInfo { step: shared.unit_steps(layout.key.unit) + 1, ..at };
-                shared.update_bucket(engine, at, *group, grads, engine.groups[*group].shard.start);
+                shared.update_bucket(engine, at, *group, grads, engine.groups[*group].shard.start)?;
             }
+            Ok(())
         }));
         let outcome = model.run_backward(loss);
         engine.state.lock().unit_step = None;
@@ -89,7 +89,7 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
         self.count_step();
         // The weights have changed: the step ends, whatever is reported of it.
         let reported = if first { engine.report_missing_gradients() } else { Ok(()) };
-        let due = DueStep::new(&engine, at, start);
+        let due = DueStep::new(&engine, at, span);
         self.count_units(&due);
         self.note(&due);
         due.finish()?;
@@ -105,7 +105,7 @@ impl Engine {
         let Some(step) = &mut state.unit_step else { return Ok(()) };
         if let Some(reduced) = state.reduce.take_reduced() {
             self.streams.compute.wait(&reduced.event)?;
-            step(self, &reduced);
+            step(self, &reduced)?;
         }
         Ok(())
     }

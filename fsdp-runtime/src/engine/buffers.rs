@@ -1,7 +1,7 @@
 //! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0.
 
 use bytemuck::Pod;
-use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Storage, Tensor};
 
 use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
@@ -43,7 +43,7 @@ pub(crate) fn fingerprint<M: FsdpUnit>(model: &M) -> Vec<String> {
 /// Overwrites the buffers of every rank, in place, by those of the first. A model without buffers sends nothing.
 ///
 /// # Errors
-/// If a buffer is not on the CPU or of a dtype that has no whole bytes, naming it; those of the exchange.
+/// If a buffer is of a dtype that has no whole bytes or, on a device, not contiguous, naming it; those of the exchange.
 pub(crate) fn broadcast<M: FsdpUnit>(model: &M, comm: &dyn Communicator) -> Result<()> {
     let buffers = buffer_list(model);
     if buffers.is_empty() || comm.size() == 1 {
@@ -91,7 +91,15 @@ pub(crate) fn read_buffer(tensor: &Tensor) -> candle_core::Result<(StoredDtype, 
 
 /// Gives a buffer these elements, in row-major order, in place.
 pub(crate) fn overwrite_buffer(tensor: &Tensor, bytes: Vec<u8>) -> candle_core::Result<()> {
-    tensor.inplace_op1(&Overwrite(bytes))
+    if tensor.device().is_cpu() {
+        return tensor.inplace_op1(&Overwrite(bytes));
+    }
+    let values = Tensor::zeros(tensor.dims(), tensor.dtype(), &Device::Cpu)?;
+    values.inplace_op1(&Overwrite(bytes))?;
+    if tensor.rank() == 0 {
+        return tensor.reshape(1)?.slice_set(&values.reshape(1)?.to_device(tensor.device())?, 0, 0);
+    }
+    tensor.slice_set(&values.to_device(tensor.device())?, 0, 0)
 }
 
 /// `$body` with `$values` as the elements of a [`CpuStorage`].
@@ -126,6 +134,7 @@ fn read(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
         let elements: Vec<T> = indices(layout).into_iter().map(|index| values[index]).collect();
         bytemuck::cast_slice(&elements).to_vec()
     }
+    let tensor = tensor.to_device(&Device::Cpu)?;
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
         candle_core::bail!("it is not on the CPU");

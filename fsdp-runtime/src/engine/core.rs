@@ -16,6 +16,7 @@ use super::turns::Turns;
 use super::unit::Casts;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag};
+use crate::device::Backend;
 use crate::error::{Error, Result};
 use crate::files::FileLocks;
 use crate::layout::ModelLayout;
@@ -24,7 +25,7 @@ use crate::mesh::Topology;
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Strategy};
-use crate::trace::Tracer;
+use crate::trace::{Begun, Tracer};
 
 /// Why a backward is refused after an optimizer step or a load.
 pub(crate) const WEIGHTS_CHANGED: &str = "the weights have changed since the forward of this loss (by an optimizer \
@@ -142,6 +143,7 @@ pub(crate) struct Parts {
     pub shard_comm: Arc<dyn Communicator>,
     /// The ranks that have the same shard.
     pub outer_comm: Arc<dyn Communicator>,
+    pub backend: Arc<dyn Backend>,
     pub streams: Streams,
     pub account: Account,
     pub tracer: Arc<Tracer>,
@@ -233,6 +235,15 @@ impl Engine {
         let weights = self.units[unit].params.first().map(|&param| self.layout.params[param].key.dtype);
         let input = if precision.cast_inputs { weights } else { None };
         Casts { input: input.map(candle_dtype), output: precision.output.map(candle_dtype) }
+    }
+
+    /// A span of computation begins.
+    pub(crate) fn begin_span(&self) -> Begun {
+        self.tracer.begin(&*self.streams.compute)
+    }
+
+    pub(crate) fn end_span(&self, name: &'static str, unit: &Arc<str>, begun: Begun) {
+        self.tracer.compute(&*self.streams.compute, name, unit, begun);
     }
 
     pub(crate) fn tag(&self, what: &str, phase: Phase) -> Tag {

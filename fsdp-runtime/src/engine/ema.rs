@@ -4,10 +4,9 @@ use super::core::Engine;
 use super::fsdp::Fsdp;
 use crate::buffer::GroupBuffers;
 use crate::comm::Phase;
-use crate::device::Slice;
+use crate::device::{Slice, cast, move_towards, swap};
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::optim::move_average;
 use crate::spec::Dtype;
 
 /// An exponential moving average of a model's trainable weights, in f32. Made by [`Fsdp::ema`].
@@ -74,9 +73,8 @@ impl<M> Fsdp<M> {
                 continue;
             };
             let shard = engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len())?;
-            // SAFETY: the shard is new and ours alone; no one writes the weights, as nothing is under way
-            // (`settle`).
-            unsafe { shard.as_mut_slice::<f32>().copy_from_slice(weights.as_slice::<f32>()) };
+            // Nothing is under way that writes the weights (`settle`).
+            cast(&*engine.streams.compute, &weights, &shard)?;
             shards.push(Some(shard));
         }
         Ok(Ema { engine: engine.id(), decay, warmup: false, updates: 0, shards, agreed: false })
@@ -170,9 +168,8 @@ impl Ema {
         let decay = self.next_decay();
         for (shard, weights) in self.shards.iter().zip(engine.averaged_weights()) {
             let (Some(shard), Some(weights)) = (shard, weights) else { continue };
-            // SAFETY: nothing is under way (`settle`), so this thread is the only user of both, which are
-            // different buffers.
-            move_average(unsafe { shard.as_mut_slice::<f32>() }, unsafe { weights.as_slice::<f32>() }, decay);
+            // Nothing is under way that uses either (`settle`).
+            move_towards(&*engine.streams.compute, shard, &weights, decay)?;
         }
         self.updates += 1;
         engine.note_event(format!("after update {} of an average of the weights", self.updates));
@@ -201,8 +198,7 @@ impl Engine {
         self.settle()?;
         for (shard, weights) in shards.iter().zip(self.averaged_weights()) {
             let (Some(shard), Some(weights)) = (shard, weights) else { continue };
-            // SAFETY: as in `Ema::update`.
-            unsafe { shard.as_mut_slice::<f32>().swap_with_slice(weights.as_mut_slice::<f32>()) };
+            swap(&*self.streams.compute, shard, &weights)?;
         }
         self.install_optimized_model_weights()
     }

@@ -17,7 +17,6 @@ use crate::layout::ModelLayout;
 use crate::optim::{clip_scale, squared_norm};
 use crate::pipeline::{Moment, Prefetch, Sync};
 use crate::spec::{ParamSpec, Strategy};
-use crate::trace;
 
 /// A model whose parameters, gradients and optimizer state are sharded over the ranks of a mesh.
 ///
@@ -135,7 +134,7 @@ impl<M> Fsdp<M> {
     {
         let engine = &self.engine;
         let root = engine.begin_forward()?;
-        let start = trace::now();
+        let span = engine.begin_span();
         let frame = Frame {
             engine: engine.clone(),
             unit: ROOT,
@@ -147,7 +146,7 @@ impl<M> Fsdp<M> {
             borrowed: Default::default(),
         };
         let output = self.module.forward(input, context, &frame.scope());
-        engine.tracer.compute("model forward", &engine.units[ROOT].path, start);
+        engine.end_span("model forward", &engine.units[ROOT].path, span);
         let ended = engine.end_forward(root, training, output.is_ok());
         let output = output.map_err(|error| {
             let error = engine.note_unit_failure(ROOT, Phase::Forward, error);
@@ -205,7 +204,7 @@ impl<M> Fsdp<M> {
 
     fn backward_locked(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
-        let start = trace::now();
+        let span = engine.begin_span();
         if loss.track_op() {
             let mut grads = loss.backward().map_err(|error| {
                 let error = engine.note_unit_failure(ROOT, Phase::Backward, error);
@@ -213,7 +212,7 @@ impl<M> Fsdp<M> {
             })?;
             engine.collect_gradients(ROOT, &[], &mut grads)?;
         }
-        engine.tracer.compute("model backward", &engine.units[ROOT].path, start);
+        engine.end_span("model backward", &engine.units[ROOT].path, span);
         engine.end_backward()
     }
 
@@ -312,7 +311,7 @@ impl<M> Fsdp<M> {
     /// The global norm of the main gradients as they are.
     fn main_grad_norm(&self) -> Result<f64> {
         let engine = &self.engine;
-        let mut sum = [0.0];
+        let mut shards = Vec::new();
         // Outer ranks that share nothing have the same gradients: the first ones bring them, and all take part, so
         // that no replica clips alone.
         let cut_by_outer = engine.layout.buckets.iter().any(|bucket| bucket.outer > 1);
@@ -324,12 +323,15 @@ impl<M> Fsdp<M> {
             for &group in &engine.units[unit].groups {
                 let group = &engine.groups[group];
                 if let Some(grads) = &group.main_grad {
-                    let shard = if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() };
-                    // SAFETY: all reductions are done, and only this thread uses main gradients now.
-                    sum[0] += unsafe { read_f32(&shard, squared_norm) };
+                    shards.push(if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() });
                 }
             }
         }
+        let mut sum = [match engine.backend.kernels() {
+            Some(kernels) => kernels.squared_norm(&shards)?,
+            // SAFETY: all reductions are done, and only this thread uses main gradients now.
+            None => shards.iter().map(|shard| unsafe { read_f32(shard, squared_norm) }).sum(),
+        }];
         engine.comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
         Ok(sum[0].sqrt())
     }

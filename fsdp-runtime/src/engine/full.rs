@@ -3,7 +3,7 @@
 use super::core::Engine;
 use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::{Gather, HostOp, Phase, Tag};
-use crate::device::{Slice, cast};
+use crate::device::{Slice, cast, read_anywhere};
 use crate::error::{Error, Result};
 use crate::memory::Category;
 use crate::pipeline::Change;
@@ -74,15 +74,15 @@ impl Engine {
         let values = if whole.dtype() == Dtype::F32 {
             whole
         } else {
-            let wide = Slice::zeros(Dtype::F32, layout.size, None);
+            let wide = self.account.allocate_briefly(Dtype::F32, layout.size)?;
             cast(compute, &whole, &wide)?;
             wide
         };
         compute.record().synchronize()?;
-        // SAFETY: the buffer is ours alone, and what wrote it is done.
-        let values = unsafe { values.as_slice::<f32>() };
         for item in &layout.items {
-            visit(&self.layout.params[item.param], &values[item.start..item.start + item.len])?;
+            let visit = |values: &[f32]| visit(&self.layout.params[item.param], values);
+            // SAFETY: the buffer is ours alone, and what wrote it is done.
+            unsafe { read_anywhere(&*self.backend, &values.range(item.range()), visit)?? };
         }
         Ok(())
     }
@@ -99,7 +99,7 @@ impl Engine {
         let layout = &group.layout;
         let shard = if layout.outer > 1 && layout.key.requires_grad {
             let owned = buffer.part(group.owned.clone());
-            let shard = Slice::zeros(owned.dtype(), layout.shard_len(), None);
+            let shard = self.account.allocate_briefly(owned.dtype(), layout.shard_len())?;
             let part = Gather { send: owned, recv: shard.clone() };
             self.outer_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
             shard
@@ -109,7 +109,7 @@ impl Engine {
         let dtype = shard.dtype();
         let whole = match category {
             Some(category) => self.account.allocate(category, dtype, layout.size)?,
-            None => Slice::zeros(dtype, layout.size, None),
+            None => self.account.allocate_briefly(dtype, layout.size)?,
         };
         let part = Gather { send: shard, recv: whole.clone() };
         self.shard_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;

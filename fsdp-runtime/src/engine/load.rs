@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::core::Engine;
 use crate::buffer::GroupBuffers;
 use crate::comm::CommError;
-use crate::device::{Slice, cast};
+use crate::device::{Slice, cast, update_anywhere};
 use crate::error::Result;
 use crate::layout::Item;
 use crate::pipeline::Change;
@@ -33,11 +33,15 @@ impl Engine {
             for item in &group.layout.items {
                 let Some(part) = self.held_part(group, item) else { continue };
                 let place = self.f32_place(group, &part)?;
-                // SAFETY: nothing is under way (`settle`, by all who call this) that uses the weights, and this thread
-                // is their only user; otherwise the buffer is new and ours alone. What wrote it is done.
-                let values = unsafe { place.slice().as_mut_slice::<f32>() };
-                let elements = part.start - item.start..part.end - item.start;
-                write(item.param, &self.layout.params[item.param], elements, values)?;
+                let first = part.start - item.start;
+                for values in cuts(place.slice()) {
+                    let elements = first + values.start..first + values.end;
+                    let spec = &self.layout.params[item.param];
+                    let write = |values: &mut [f32]| write(item.param, spec, elements, values);
+                    // SAFETY: nothing is under way (`settle`, by all who call this) that uses the weights, and this
+                    // thread is their only user; otherwise the buffer is new and ours alone. What wrote it is done.
+                    unsafe { update_anywhere(&*self.backend, &place.slice().range(values), write)?? };
+                }
                 match place {
                     F32Place::Weights(_) => {}
                     F32Place::Main(main) => {
@@ -86,7 +90,7 @@ impl Engine {
             None if weights.dtype() == Dtype::F32 => F32Place::Weights(weights),
             Some(main) if owned_of(group, part) == *part => F32Place::Main(main.part(part.clone())),
             main => {
-                let values = Slice::zeros(Dtype::F32, part.len(), None);
+                let values = self.account.allocate_briefly(Dtype::F32, part.len())?;
                 cast(compute, &weights, &values)?;
                 if let Some(main) = main {
                     let owned = owned_of(group, part);
@@ -113,6 +117,14 @@ impl Engine {
         }
         cast(compute, values, &group.model_weight.part(part.clone()))
     }
+}
+
+/// What of a slice is written at a time: of a device's memory as much as is copied at a time.
+fn cuts(slice: &Slice) -> impl Iterator<Item = Range<usize>> {
+    const AT_ONCE: usize = 4 << 20;
+    let len = slice.len();
+    let step = if slice.block().is_host() { len } else { AT_ONCE };
+    (0..len).step_by(step.max(1)).map(move |start| start..(start + step).min(len))
 }
 
 /// Weights in f32.

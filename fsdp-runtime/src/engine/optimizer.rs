@@ -8,13 +8,15 @@ use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::held::StepCounts;
 use super::param_groups::ParamGroups;
-use crate::comm::Phase;
-use crate::device::{Slice, read_f32, update_f32};
+use crate::comm::{CommError, Phase};
+use crate::device::{
+    AdamWRun, AdamWScalars, Kernels, Slice, read_anywhere, update_all_anywhere, update_anywhere,
+};
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::optim::{Optimizer, ParamGroup, Segment, StepInfo};
+use crate::optim::{KernelUpdate, Optimizer, ParamGroup, Segment, StepInfo};
 use crate::spec::{Dtype, ParamSpec};
-use crate::trace;
+use crate::trace::Begun;
 
 /// Updates the part of each parameter that this rank owns. Made by [`Fsdp::optimizer`], so it cannot exist
 /// before the model is sharded.
@@ -25,6 +27,7 @@ pub struct ShardedOptimizer<O> {
     groups: ParamGroups,
     /// State buffers of each bucket, none for frozen ones.
     states: Vec<Vec<Slice>>,
+    state_layout: StateLayout,
     /// What is updated in each bucket.
     parts: Vec<Vec<Part>>,
     /// The physical parameters that it updates, on any rank.
@@ -145,6 +148,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             engine: engine.id(),
             groups,
             states,
+            state_layout: layout,
             parts: all_parts,
             updated,
             steps: 0,
@@ -211,7 +215,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
         let engine = model.engine().clone();
         let due = self.begin(&engine, |lines| lines)?;
-        self.update(&engine, &due);
+        self.update(&engine, &due)?;
         due.finish()
     }
 
@@ -230,9 +234,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             engine.report_missing_gradients()?;
         }
         self.count_step();
-        let start = trace::now();
+        let span = engine.begin_span();
         let grad_scale = engine.state.lock().grad_scale;
-        let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, start);
+        let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, span);
         self.count_units(&due);
         self.note(&due);
         Ok(due)
@@ -295,6 +299,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             engine: self.engine,
             groups: self.groups.clone(),
             states: self.states.clone(),
+            state_layout: self.state_layout,
             parts: self.parts.clone(),
             updated: self.updated.clone(),
             steps: self.steps,
@@ -304,15 +309,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// Runs the rule over this rank's parts.
-    pub(crate) fn update(&self, engine: &Engine, due: &DueStep) {
+    pub(crate) fn update(&self, engine: &Engine, due: &DueStep) -> Result<(), CommError> {
         for (index, bucket) in engine.groups.iter().enumerate() {
             if let Some(grads) = &bucket.main_grad
                 && due.with_gradient[bucket.layout.key.unit]
             {
                 let at = StepInfo { step: self.unit_steps[bucket.layout.key.unit], ..due.at };
-                self.update_bucket(engine, at, index, grads.data(), grads.held().start);
+                self.update_bucket(engine, at, index, grads.data(), grads.held().start)?;
             }
         }
+        Ok(())
     }
 
     /// Runs the rule over this rank's parts of one bucket. `grads` begins with element `start` of the bucket.
@@ -324,8 +330,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         bucket: usize,
         grads: &Slice,
         start: usize,
-    ) {
-        let weights = engine.groups[bucket].optimizer_weight();
+    ) -> Result<(), CommError> {
+        if let Some(kernels) = engine.backend.kernels()
+            && self.update_by_kernel(engine, kernels, at, bucket, grads, start)?
+        {
+            return Ok(());
+        }
+        let (weights, backend) = (engine.groups[bucket].optimizer_weight(), &*engine.backend);
         for Part { param, range, state } in &self.parts[bucket] {
             let part = weights.part(range.clone());
             let grad = grads.range(range.start - start..range.end - start);
@@ -334,15 +345,70 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 self.states[bucket].iter().map(|state| state.range(held.clone())).collect();
             let decay = !engine.layout.params[*param].no_decay;
             let overrides = *self.groups.of(*param).overrides();
-            let update = |weights: &mut [f32], grads: &[f32]| {
-                // SAFETY: as below.
-                let states = states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect();
-                self.rule.update(at, &mut Segment { weights, grads, states, decay, overrides });
-            };
             // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
             // gradients and states are different buffers.
-            unsafe { update_f32(&part, |weights| read_f32(&grad, |grads| update(weights, grads))) };
+            unsafe {
+                update_anywhere(backend, &part, |weights| {
+                    read_anywhere(backend, &grad, |grads| {
+                        update_all_anywhere(backend, &states, |states| {
+                            let segment = &mut Segment { weights, grads, states, decay, overrides };
+                            self.rule.update(at, segment);
+                        })
+                    })
+                })???;
+            }
         }
+        Ok(())
+    }
+
+    /// The same by kernels of the device, if the rule is one that it has kernels for.
+    fn update_by_kernel(
+        &self,
+        engine: &Engine,
+        kernels: &dyn Kernels,
+        at: StepInfo,
+        bucket: usize,
+        grads: &Slice,
+        start: usize,
+    ) -> Result<bool, CommError> {
+        let [exp_avg, exp_avg_sq] = self.states[bucket].as_slice() else { return Ok(false) };
+        let group = &engine.groups[bucket];
+        let mut runs = Vec::with_capacity(self.parts[bucket].len());
+        for Part { param, range, state } in &self.parts[bucket] {
+            let decay = !engine.layout.params[*param].no_decay;
+            let Some(KernelUpdate::AdamW(step)) =
+                self.rule.kernel_update(at, decay, *self.groups.of(*param).overrides())
+            else {
+                return Ok(false);
+            };
+            runs.push((range.clone(), *state, step));
+        }
+        let update = |range: &Range<usize>, states: Range<usize>, runs: &[AdamWRun]| {
+            let (weights, grads) = (
+                group.optimizer_weight().part(range.clone()),
+                grads.range(range.start - start..range.end - start),
+            );
+            let moments = [&exp_avg.range(states.clone()), &exp_avg_sq.range(states)];
+            kernels.adamw(runs, at.grad_scale, &weights, &grads, moments)
+        };
+        match self.state_layout {
+            StateLayout::Shard => {
+                // States are where the weights are.
+                let run = |(range, state, step): (Range<usize>, usize, AdamWScalars)| AdamWRun {
+                    elements: state..state + range.len(),
+                    step,
+                };
+                let runs: Vec<AdamWRun> = runs.into_iter().map(run).collect();
+                update(&group.owned, 0..group.owned.len(), &runs)?;
+            }
+            StateLayout::Compact => {
+                for (range, state, step) in runs {
+                    let len = range.len();
+                    update(&range, state..state + len, &[AdamWRun { elements: 0..len, step }])?;
+                }
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -352,15 +418,15 @@ pub(crate) struct DueStep {
     pub at: StepInfo,
     /// The units that had a backward since the last step.
     pub with_gradient: Vec<bool>,
-    start: u64,
+    span: Begun,
 }
 
 impl DueStep {
-    pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, start: u64) -> Self {
+    pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, span: Begun) -> Self {
         let state = engine.state.lock();
         let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
         drop(state);
-        DueStep { engine: engine.clone(), at, with_gradient, start }
+        DueStep { engine: engine.clone(), at, with_gradient, span }
     }
 
     /// Installs the new weights, and begins the next step with no gradients.
@@ -375,7 +441,7 @@ impl DueStep {
         state.forget_factors();
         state.step += 1;
         drop(state);
-        engine.tracer.compute("optimizer", &engine.tag("optimizer", Phase::Optimizer).unit, self.start);
+        engine.end_span("optimizer", &"optimizer".into(), self.span);
         Ok(())
     }
 }

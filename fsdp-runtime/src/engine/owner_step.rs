@@ -6,7 +6,7 @@ use super::optimizer::{DueStep, ShardedOptimizer, StateLayout};
 use super::param_groups::ParamGroups;
 use crate::buffer::{DataParallelBuffer, GroupBuffers};
 use crate::comm::Phase;
-use crate::device::{Slice, cast};
+use crate::device::{Slice, cast, read_anywhere, update_all_anywhere, update_anywhere};
 use crate::error::{Error, Result};
 use crate::layout::{Item, ModelLayout};
 use crate::memory::Category;
@@ -205,7 +205,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
                 self.step_bucket(&engine, &due, bucket, &owned)?;
             }
         }
-        self.rest.update(&engine, &due);
+        self.rest.update(&engine, &due)?;
         due.finish()
     }
 
@@ -272,28 +272,27 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
     ) -> Result<()> {
         let spec = &engine.layout.params[param];
         let overrides = *self.rest.param_groups().of(param).overrides();
+        let (states, lr) = (&self.states[param], self.rule.learning_rate() * overrides.lr_factor);
+        let (steps, rule, backend) = (self.rest.unit_steps(spec.key.unit), &mut self.rule, &*engine.backend);
         // SAFETY: reductions are done, no weights are gathered (`finish_grad_sync`) and the gather of this
         // bucket is complete, so this thread is the only user of these buffers; they are different ones.
-        let grads = unsafe { grads.as_slice::<f32>() };
-        let scaled: Vec<f32>;
-        let grads = if due.at.grad_scale == 1.0 {
-            grads
-        } else {
-            scaled = grads.iter().map(|grad| grad * due.at.grad_scale).collect();
-            &scaled
+        let updated = unsafe {
+            update_anywhere(backend, weights, |weights| {
+                read_anywhere(backend, grads, |grads| {
+                    let scaled: Vec<f32>;
+                    let grads = if due.at.grad_scale == 1.0 {
+                        grads
+                    } else {
+                        scaled = grads.iter().map(|grad| grad * due.at.grad_scale).collect();
+                        &scaled
+                    };
+                    update_all_anywhere(backend, states, |states| {
+                        rule.update(steps, &mut WholeParam { spec, weights, grads, states, lr, overrides })
+                    })
+                })
+            })???
         };
-        let states = &self.states[param];
-        let mut whole = WholeParam {
-            spec,
-            // SAFETY: as above.
-            weights: unsafe { weights.as_mut_slice::<f32>() },
-            grads,
-            // SAFETY: as above.
-            states: states.iter().map(|state| unsafe { state.as_mut_slice::<f32>() }).collect(),
-            lr: self.rule.learning_rate() * overrides.lr_factor,
-            overrides,
-        };
-        self.rule.update(self.rest.unit_steps(spec.key.unit), &mut whole).map_err(|error| Error::Param {
+        updated.map_err(|error| Error::Param {
             param: spec.name.clone(),
             message: format!("owner rule {}: {error}", self.rule.name()),
         })

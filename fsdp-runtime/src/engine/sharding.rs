@@ -17,7 +17,6 @@ use super::settings::{
 use super::sink::GradSink;
 use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
-use crate::device::cpu;
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
 use crate::memory::{Account, variable};
@@ -98,18 +97,19 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     buffers::broadcast(model, &*comm)?;
-    let slots = slots(&collected, &layout)?;
+    let backend = mesh.backend().clone();
+    let slots = slots(&collected, &layout, backend.tensors())?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
 
     let rank = comm.rank();
     let strategy = strategy_in_force(config, mesh.topology());
     let placement = Placement { strategy, rank: shard_comm.rank(), outer_rank: outer_comm.rank() };
-    let account = Account::default();
+    let account = Account::new(backend.memory());
     let streams = Streams {
-        compute: cpu::ComputeStream::new("compute"),
-        gather: cpu::CpuStream::spawn(format!("rank{rank}/all-gather")),
-        reduce: cpu::CpuStream::spawn(format!("rank{rank}/reduce")),
+        compute: backend.compute(),
+        gather: backend.side(format!("rank{rank}/all-gather"))?,
+        reduce: backend.side(format!("rank{rank}/reduce"))?,
     };
     let allocate = |bucket: &BucketLayout| {
         let keep_grads = !config.step_in_backward;
@@ -129,20 +129,21 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         comm,
         shard_comm,
         outer_comm,
+        backend,
         streams,
         account,
         tracer: Tracer::new(config.trace),
         layout,
         slots,
     };
-    let (mut gather, mut reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts));
+    let (mut gather, mut reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts)?);
     if let Some(how) = config.registration {
         gather.register_pool(how)?;
         reduce.register_pool(how)?;
     }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
-        if !cell.bind(&engine, index + 1) {
+        if !cell.bind(&engine, index + 1)? {
             let unit = engine.unit_name(index + 1).to_string();
             return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
         }
@@ -269,17 +270,18 @@ fn shares_optim(parts: &Parts) -> bool {
     parts.outer_comm.size() > 1 && parts.config.outer == OuterStrategy::Optim
 }
 
-fn outer_reduction(parts: &Parts) -> Option<Outer> {
-    (parts.outer_comm.size() > 1).then(|| Outer {
-        comm: parts.outer_comm.duplicate("reduce"),
-        stream: cpu::CpuStream::spawn(format!("rank{}/outer-reduce", parts.comm.rank())),
-        strategy: parts.config.outer,
-    })
+fn outer_reduction(parts: &Parts) -> Result<Option<Outer>> {
+    if parts.outer_comm.size() == 1 {
+        return Ok(None);
+    }
+    let comm = parts.outer_comm.duplicate("reduce");
+    let stream = parts.backend.side(format!("rank{}/outer-reduce", parts.comm.rank()))?;
+    Ok(Some(Outer { comm, stream, strategy: parts.config.outer }))
 }
 
-fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
+fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
     let config = &parts.config;
-    GradReducePipeline::new(
+    Ok(GradReducePipeline::new(
         parts.shard_comm.duplicate("reduce"),
         parts.streams.clone(),
         parts.tracer.clone(),
@@ -295,14 +297,14 @@ fn reduce_pipeline(parts: &Parts) -> GradReducePipeline {
             depth: POOLED_UNITS,
             double_buffer: config.double_buffer,
             poison: config.poison,
-            outer: outer_reduction(parts),
+            outer: outer_reduction(parts)?,
         },
         paths_and_groups(parts),
         &parts.groups,
-    )
+    ))
 }
 
-fn slots(collected: &Collected<'_>, layout: &ModelLayout) -> Result<Vec<Slot>> {
+fn slots(collected: &Collected<'_>, layout: &ModelLayout, device: &candle_core::Device) -> Result<Vec<Slot>> {
     let mut slots: Vec<Slot> = (0..layout.params.len())
         .map(|param| {
             let (group, item) = layout.place_of(param);
@@ -312,7 +314,7 @@ fn slots(collected: &Collected<'_>, layout: &ModelLayout) -> Result<Vec<Slot>> {
     for item in &collected.uses {
         let ParamSpec { shape, key, .. } = &layout.params[item.slot];
         let shape = candle_core::Shape::from(shape.as_slice());
-        slots[item.slot].variables.push(variable(&shape, key.dtype, key.requires_grad)?);
+        slots[item.slot].variables.push(variable(&shape, key.dtype, key.requires_grad, device)?);
     }
     Ok(slots)
 }

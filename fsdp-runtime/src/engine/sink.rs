@@ -8,6 +8,8 @@ use parking_lot::Mutex;
 
 use crate::comm::Accumulate;
 use crate::device::Slice;
+#[cfg(feature = "cuda")]
+use crate::device::cuda;
 use crate::spec::Dtype;
 
 #[derive(Debug)]
@@ -17,6 +19,12 @@ struct Open {
     written: bool,
     /// A gradient came since it was opened.
     touched: bool,
+}
+
+impl Open {
+    fn is_host_f32(&self) -> bool {
+        self.slice.dtype() == Dtype::F32 && self.slice.block().is_host()
+    }
 }
 
 /// A handle to a parameter's part of the gradient bucket, for ops that write weight gradients themselves.
@@ -56,12 +64,12 @@ impl GradSink {
 
     /// True if a call of [`GradSink::accumulate_f32`] would write now.
     pub fn takes_f32(&self) -> bool {
-        matches!(&*self.0.lock(), Some(open) if open.slice.dtype() == Dtype::F32)
+        self.0.lock().as_ref().is_some_and(Open::is_host_f32)
     }
 
     /// Calls `write` with the parameter's whole gradient (row-major, `numel` elements of f32) and whether to
     /// overwrite it or to add to it. Returns `false`, without calling, if the sink is closed or its bucket is
-    /// not f32.
+    /// not f32 in host memory.
     ///
     /// # Errors
     /// Those of `write`.
@@ -70,7 +78,7 @@ impl GradSink {
         write: impl FnOnce(&mut [f32], Accumulate) -> Result<(), E>,
     ) -> Result<bool, E> {
         let mut guard = self.0.lock();
-        let Some(open) = guard.as_mut().filter(|open| open.slice.dtype() == Dtype::F32) else {
+        let Some(open) = guard.as_mut().filter(|open| open.is_host_f32()) else {
             return Ok(false);
         };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
@@ -78,6 +86,23 @@ impl GradSink {
         // thread) until it closes the sink, before the bucket is handed to the reduce stream; the lock
         // excludes a second writer.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
+        (open.written, open.touched) = (true, true);
+        Ok(true)
+    }
+
+    /// The same with the gradient wherever it is, on a device too, and in whatever dtype the bucket has: `write` enqueues
+    /// the work on the stream of candle's tensors. Returns `false`, without calling, if the sink is closed.
+    ///
+    /// # Errors
+    /// Those of `write`.
+    pub fn accumulate_slice<E>(
+        &self,
+        write: impl FnOnce(&Slice, Accumulate) -> Result<(), E>,
+    ) -> Result<bool, E> {
+        let mut guard = self.0.lock();
+        let Some(open) = guard.as_mut() else { return Ok(false) };
+        let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
+        write(&open.slice, mode)?;
         (open.written, open.touched) = (true, true);
         Ok(true)
     }
@@ -98,10 +123,21 @@ impl GradSink {
                 open.slice.len()
             );
         }
-        let grad = grad.to_dtype(DType::F32)?.contiguous()?;
+        let grad = if open.slice.block().is_host() { grad.to_dtype(DType::F32)? } else { grad.clone() };
+        let grad = grad.contiguous()?;
         let (storage, layout) = grad.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else {
-            candle_core::bail!("a gradient on another device than its parameter");
+        let storage = match &*storage {
+            Storage::Cpu(storage) if open.slice.block().is_host() => storage,
+            #[cfg(feature = "cuda")]
+            Storage::Cuda(storage) if !open.slice.block().is_host() => {
+                // SAFETY: as in `accumulate_f32`, in the order of candle's stream, which is the compute stream.
+                unsafe {
+                    cuda::accumulate(storage, layout.start_offset(), &open.slice, open.written)?;
+                }
+                (open.written, open.touched) = (true, true);
+                return Ok(());
+            }
+            _ => candle_core::bail!("a gradient on another device than its parameter"),
         };
         let start = layout.start_offset();
         let values = &storage.as_slice::<f32>()?[start..start + open.slice.len()];

@@ -8,8 +8,10 @@
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, Var};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, Var,
+};
 use parking_lot::Mutex;
 
 use super::config::Recompute;
@@ -23,7 +25,6 @@ use crate::comm::Phase;
 use crate::memory::copy_out;
 use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Tree};
-use crate::trace;
 
 /// The runtime's handle to a [`Unit`], filled in when the model is sharded.
 #[derive(Debug, Default)]
@@ -59,11 +60,13 @@ impl UnitCell {
     }
 
     /// Ties the unit to its engine; false if it has one already.
-    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> bool {
-        let storage = Storage::Cpu(CpuStorage::F32(vec![0.0]));
-        let anchor = Tensor::from_storage(storage, 1, BackpropOp::none(), true);
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> Result<bool> {
+        let anchor = Var::zeros(1, DType::F32, engine.backend.tensors())?.into_inner();
         let recompute = self.recompute.unwrap_or(engine.config.recompute);
-        self.bound.set(BoundUnit { engine: engine.clone(), unit, recompute, anchor }).is_ok()
+        Ok(self.bound.set(BoundUnit { engine: engine.clone(), unit, recompute, anchor }).is_ok())
     }
 }
 
@@ -301,7 +304,7 @@ where
 {
     /// Runs the module; the unit must be unsharded.
     fn forward(&self, input: &I, track: bool, name: &'static str) -> Result<(O, Vec<Param>)> {
-        let start = trace::now();
+        let span = self.engine.begin_span();
         let frame = Frame {
             engine: self.engine.clone(),
             unit: self.unit,
@@ -319,7 +322,7 @@ where
         if self.engine.config.check_finite {
             self.check_finite(&output)?;
         }
-        self.engine.tracer.compute(name, &self.engine.units[self.unit].path, start);
+        self.engine.end_span(name, &self.engine.units[self.unit].path, span);
         Ok((output, frame.borrowed.into_inner()))
     }
 
@@ -347,9 +350,25 @@ where
 /// The op that stands for a unit in the outer graph. Arguments: the packed input, and the unit's anchor.
 struct Boundary<T, C, I, O> {
     /// The output, computed before the op is applied.
-    value: Mutex<Option<CpuStorage>>,
+    value: Mutex<Option<Storage>>,
     shape: Shape,
     pass: Mutex<Option<BackwardPass<T, C, I, O>>>,
+}
+
+impl<T, C, I, O> Boundary<T, C, I, O> {
+    fn take_value(&self) -> Result<Storage> {
+        let Some(value) = self.value.lock().take() else {
+            candle_core::bail!("a unit's output is taken once");
+        };
+        Ok(value)
+    }
+}
+
+fn apart(output: &Storage) -> candle_core::Error {
+    candle_core::Error::Msg(format!(
+        "a unit's output is on {:?}, and its input on another device",
+        output.device()
+    ))
 }
 
 struct BackwardPass<T, C, I, O> {
@@ -375,10 +394,23 @@ where
         _anchor: &CpuStorage,
         _anchor_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let Some(value) = self.value.lock().take() else {
-            candle_core::bail!("a unit's output is taken once");
-        };
-        Ok((value, self.shape.clone()))
+        match self.take_value()? {
+            Storage::Cpu(value) => Ok((value, self.shape.clone())),
+            other => Err(apart(&other)),
+        }
+    }
+
+    fn cuda_fwd(
+        &self,
+        _input: &CudaStorage,
+        _input_layout: &Layout,
+        _anchor: &CudaStorage,
+        _anchor_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        match self.take_value()? {
+            Storage::Cuda(value) => Ok((value, self.shape.clone())),
+            other => Err(apart(&other)),
+        }
     }
 
     fn bwd(
@@ -419,7 +451,7 @@ where
             Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
         };
         engine.open_gradients(run.unit).map_err(fail)?;
-        let start = trace::now();
+        let span = engine.begin_span();
         let inner = || {
             let mut grads = seed(&graph.output, grad)?.backward()?;
             engine.collect_gradients(run.unit, &graph.borrowed, &mut grads)?;
@@ -436,7 +468,7 @@ where
             (_, grad) => grad,
         };
         drop(graph);
-        engine.tracer.compute("backward", &engine.units[run.unit].path, start);
+        engine.end_span("backward", &engine.units[run.unit].path, span);
         drop(guard);
         expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
         Ok(input_grad)
@@ -459,6 +491,11 @@ impl CustomOp1 for Seed {
 
     fn cpu_fwd(&self, _storage: &CpuStorage, _layout: &Layout) -> Result<(CpuStorage, Shape)> {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, _layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let scalar = Shape::from(());
+        Ok((storage.device().zeros_impl(&scalar, DType::F32)?, scalar))
     }
 
     fn bwd(&self, _arg: &Tensor, _result: &Tensor, _grad: &Tensor) -> Result<Option<Tensor>> {

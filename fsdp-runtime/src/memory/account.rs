@@ -109,17 +109,43 @@ impl Account {
     /// # Errors
     /// [`CommError::Memory`] if there is no such memory, with what is held.
     pub fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        self.allocate_in(&*self.memory, category, dtype, len)
+    }
+
+    /// The same in memory of the host, wherever the other buffers are.
+    ///
+    /// # Errors
+    /// As for [`Account::allocate`].
+    pub fn allocate_on_host(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        self.allocate_in(&HostMemory, category, dtype, len)
+    }
+
+    fn allocate_in(
+        &self,
+        memory: &dyn Memory,
+        category: Category,
+        dtype: Dtype,
+        len: usize,
+    ) -> Result<Slice, CommError> {
         let bytes = len * dtype.size();
         let freed = self.counters.clone();
         let on_free = move |bytes| {
             freed[category as usize].current.fetch_sub(bytes, Ordering::Relaxed);
         };
-        let slice = Slice::zeros_in(&*self.memory, dtype, len, Some(Box::new(on_free)));
+        let slice = Slice::zeros_in(memory, dtype, len, Some(Box::new(on_free)));
         let slice = slice.map_err(|error| self.exhausted(error, category))?;
         let counter = &self.counters[category as usize];
         let now = counter.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
         counter.peak.fetch_max(now, Ordering::Relaxed);
         Ok(slice)
+    }
+
+    /// A zeroed buffer of `len` elements that is gone before the call that needs it ends, and is not counted.
+    ///
+    /// # Errors
+    /// As for [`Account::allocate`].
+    pub(crate) fn allocate_briefly(&self, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        Slice::zeros_in(&*self.memory, dtype, len, None)
     }
 
     /// Adds to an error what the memory was for, and what else is held.

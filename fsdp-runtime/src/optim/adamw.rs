@@ -2,7 +2,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{OptimError, Optimizer, Overrides, Range, Segment, StepInfo};
+use super::{AdamWScalars, KernelUpdate, OptimError, Optimizer, Overrides, Range, Segment, StepInfo};
 
 /// AdamW (Loshchilov and Hutter, 2019): Adam whose weight decay acts on the weights, not through the
 /// gradient.
@@ -52,6 +52,24 @@ impl AdamW {
         self.weight_decay = weight_decay;
         self
     }
+
+    fn scalars(&self, at: StepInfo, decay: bool, overrides: Overrides) -> AdamWScalars {
+        let t = at.step as f64;
+        let Overrides { lr_factor, weight_decay, betas } = overrides;
+        let (beta1, beta2) = betas.unwrap_or((self.beta1, self.beta2));
+        let lr = self.lr * lr_factor;
+        let weight_decay = weight_decay.unwrap_or(self.weight_decay);
+        AdamWScalars {
+            decay: (if decay { 1.0 - lr * weight_decay } else { 1.0 }) as f32,
+            beta1: beta1 as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
+            step_size: (lr / (1.0 - beta1.powf(t))) as f32,
+            correction2: (1.0 - beta2.powf(t)).sqrt() as f32,
+            eps: self.eps as f32,
+        }
+    }
 }
 
 impl Optimizer for AdamW {
@@ -74,27 +92,18 @@ impl Optimizer for AdamW {
         let [m, v] = segment.states.as_mut_slice() else {
             panic!("adamw has 2 state buffers, got {}", segment.states.len());
         };
-        let t = at.step as f64;
-        let Overrides { lr_factor, weight_decay, betas } = segment.overrides;
-        let (beta1, beta2) = betas.unwrap_or((self.beta1, self.beta2));
-        let lr = self.lr * lr_factor;
-        let weight_decay = weight_decay.unwrap_or(self.weight_decay);
-        let decay = if segment.decay { 1.0 - lr * weight_decay } else { 1.0 };
         Arch::new().dispatch(Kernel {
             w: segment.weights,
             g: segment.grads,
             m,
             v,
             grad_scale: at.grad_scale,
-            decay: decay as f32,
-            beta1: beta1 as f32,
-            one_minus_beta1: (1.0 - beta1) as f32,
-            beta2: beta2 as f32,
-            one_minus_beta2: (1.0 - beta2) as f32,
-            step_size: (lr / (1.0 - beta1.powf(t))) as f32,
-            correction2: (1.0 - beta2.powf(t)).sqrt() as f32,
-            eps: self.eps as f32,
+            step: self.scalars(at, segment.decay, segment.overrides),
         });
+    }
+
+    fn kernel_update(&self, at: StepInfo, decay: bool, overrides: Overrides) -> Option<KernelUpdate> {
+        Some(KernelUpdate::AdamW(self.scalars(at, decay, overrides)))
     }
 
     fn learning_rate(&self) -> f64 {
@@ -127,14 +136,7 @@ struct Kernel<'a> {
     m: &'a mut [f32],
     v: &'a mut [f32],
     grad_scale: f32,
-    decay: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    step_size: f32,
-    correction2: f32,
-    eps: f32,
+    step: AdamWScalars,
 }
 
 impl WithSimd for Kernel<'_> {
@@ -145,15 +147,15 @@ impl WithSimd for Kernel<'_> {
     // bits.
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Kernel { w, g, m, v, .. } = self;
+        let Kernel { w, g, m, v, grad_scale, step } = self;
         let n = w.len();
         assert!(g.len() == n && m.len() == n && v.len() == n, "slices of a segment differ in length");
         for i in 0..n {
-            let g = g[i] * self.grad_scale;
-            let m1 = self.beta1 * m[i] + self.one_minus_beta1 * g;
-            let v1 = self.beta2 * v[i] + self.one_minus_beta2 * g * g;
-            let denominator = v1.sqrt() / self.correction2 + self.eps;
-            w[i] = w[i] * self.decay - self.step_size * m1 / denominator;
+            let g = g[i] * grad_scale;
+            let m1 = step.beta1 * m[i] + step.one_minus_beta1 * g;
+            let v1 = step.beta2 * v[i] + step.one_minus_beta2 * g * g;
+            let denominator = v1.sqrt() / step.correction2 + step.eps;
+            w[i] = w[i] * step.decay - step.step_size * m1 / denominator;
             m[i] = m1;
             v[i] = v1;
         }

@@ -6,7 +6,6 @@
 //! parameter whole ([`OwnerRule`]) run on one rank, the parameter's owner.
 
 mod adamw;
-mod average;
 mod groups;
 mod loss_scale;
 mod muon;
@@ -15,8 +14,8 @@ mod owner;
 mod schedule;
 mod sgd;
 
+pub use crate::device::{AdamWScalars, move_average};
 pub use adamw::AdamW;
-pub use average::move_average;
 pub use groups::{Overrides, ParamGroup};
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use muon::Muon;
@@ -55,6 +54,14 @@ pub struct StepInfo {
     pub grad_scale: f32,
 }
 
+/// An update that devices have a kernel for.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum KernelUpdate {
+    /// One step of [`AdamW`].
+    AdamW(AdamWScalars),
+}
+
 /// An element-wise rule that updates weights from gradients.
 pub trait Optimizer: Send {
     /// Name, as in checkpoints and reports.
@@ -69,6 +76,12 @@ pub trait Optimizer: Send {
     /// # Panics
     /// If the slices differ in length, or there are not as many states as names.
     fn update(&self, at: StepInfo, segment: &mut Segment<'_>);
+
+    /// What a device updates such a segment with by a kernel of its own, if it has one for the rule; it must be the same
+    /// update. Other rules run on the host, on copies of what is on the device.
+    fn kernel_update(&self, _at: StepInfo, _decay: bool, _overrides: Overrides) -> Option<KernelUpdate> {
+        None
+    }
 
     /// Learning rate of the next step.
     fn learning_rate(&self) -> f64;

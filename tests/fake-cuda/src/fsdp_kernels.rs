@@ -1,11 +1,13 @@
-//! Kernels of `fsdp-kernels` as Rust functions: those that the runtime launches by itself.
+//! Kernels of `fsdp-kernels`: those that the runtime launches by itself as Rust functions, and the rest, which models
+//! launch, as its own emulation runs them.
 
-use ::fsdp_kernels::{AccumulateArgs, Args, CastArgs, Dtype, Kernel, SumRanksArgs};
+use ::fsdp_kernels::{AccumulateArgs, Args, CastArgs, Dtype, Kernel, SumRanksArgs, host};
 use half::{bf16, f16};
 
 use crate::kernel::{Access, Launch, register};
 
-/// Registers them, and returns text that is taken for a module that has all kernels.
+/// Registers them, and returns text that is taken for a module that has all kernels. Those that are emulated are not there
+/// where no C++ compiler was found.
 pub fn register_fsdp_kernels() -> String {
     for kernel in Kernel::all() {
         let [from, to] = kernel.dtypes();
@@ -43,16 +45,41 @@ pub fn register_fsdp_kernels() -> String {
                 }
                 write(launch, args.out, to, &sum);
             });
+        } else if host::available() {
+            emulate(kernel);
         }
     }
     crate::Session::image(Kernel::all().map(|kernel| kernel.name()))
 }
 
 fn add<A: Args>(kernel: Kernel, run: impl Fn(&Launch<'_>, A) + Send + Sync + 'static) {
-    let accesses = move |launch: &Launch<'_>| {
-        let args: A = launch.args();
+    register(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
+        run(launch, launch.args())
+    });
+}
+
+/// A panic says what the emulation finds.
+fn emulate(kernel: Kernel) {
+    register(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
+        let args = launch.args_pointer();
         // SAFETY: the arguments are the struct that the kernel takes.
-        let accesses = unsafe { kernel.accesses((&raw const args).cast()) };
+        let memory = unsafe { kernel.accesses(args) };
+        let [x, y, _] = launch.grid();
+        let shape = ::fsdp_kernels::Launch {
+            grid: [x, y],
+            threads: launch.block()[0],
+            shared_bytes: launch.shared_bytes(),
+        };
+        // SAFETY: the driver runs a kernel only while all that it has said it uses is memory, and under its lock.
+        let outcome = unsafe { host::launch_raw(kernel.name(), shape, args, &memory, 0) };
+        outcome.unwrap_or_else(|error| panic!("{}: {error}", kernel.name()));
+    });
+}
+
+fn accesses(kernel: Kernel) -> impl Fn(&Launch<'_>) -> Vec<Access> + Send + Sync + 'static {
+    move |launch| {
+        // SAFETY: the arguments are the struct that the kernel takes.
+        let accesses = unsafe { kernel.accesses(launch.args_pointer()) };
         let both = |access: ::fsdp_kernels::Access| {
             let (begin, bytes) = (access.begin, access.bytes as usize);
             let written = access.writes.then(|| Access::write(begin, bytes));
@@ -60,8 +87,7 @@ fn add<A: Args>(kernel: Kernel, run: impl Fn(&Launch<'_>, A) + Send + Sync + 'st
             std::iter::once(Access::read(begin, bytes)).chain(written)
         };
         accesses.into_iter().flat_map(both).collect()
-    };
-    register(kernel.name(), &[kernel.args_size()], accesses, move |launch| run(launch, launch.args()));
+    }
 }
 
 fn read(launch: &Launch<'_>, at: u64, len: u64, dtype: Dtype) -> Vec<f32> {

@@ -65,11 +65,30 @@ impl Launch<'_> {
         unsafe { (*self.raw.params.add(index)).cast::<T>().read_unaligned() }
     }
 
+    /// What the host has copied to where the `index`th parameter points: shapes and strides of up to 1 KiB, which a kernel
+    /// needs to say what it touches, at a time when the copy need not have run. `None` if the parameter is null, or if
+    /// anything else has written there since.
+    pub fn uploaded<T: AnyBitPattern>(&self, index: usize) -> Option<Vec<T>> {
+        assert_eq!(self.sizes[index], size_of::<u64>(), "parameter {index} is no pointer");
+        // SAFETY: the driver passes as many uploads as sizes were registered.
+        let upload = unsafe { &*self.raw.uploads.add(index) };
+        let values = upload.bytes.cast::<T>();
+        // SAFETY: where `bytes` is not null, it points to `len` bytes that live during the call.
+        let value = |i| unsafe { values.add(i).read_unaligned() };
+        (!upload.bytes.is_null()).then(|| (0..upload.len / size_of::<T>()).map(value).collect())
+    }
+
     /// The one parameter of a kernel of `fsdp-kernels`. Panics if it has another size.
     pub fn args<A: fsdp_kernels::Args>(&self) -> A {
         assert_eq!(self.sizes, [size_of::<A>()], "the kernel takes another struct");
         // SAFETY: the driver passes a pointer to so many bytes; arguments are plain data of C's layout.
         unsafe { (*self.raw.params).cast::<A>().read_unaligned() }
+    }
+
+    /// Where the first parameter is.
+    pub(crate) fn args_pointer(&self) -> *const c_void {
+        // SAFETY: the driver passes a pointer for each registered size.
+        unsafe { (*self.raw.params).cast() }
     }
 
     /// The values at `address`. Panics if the kernel has not said that it reads them.

@@ -29,6 +29,7 @@
 //!
 //! What holds on a device and does not here, and the other way round, is in the README beside this crate.
 
+mod candle_kernels;
 mod finding;
 mod fsdp_kernels;
 mod kernel;
@@ -40,6 +41,7 @@ mod log;
 mod mutation;
 mod session;
 
+pub use candle_kernels::register_candle_kernels;
 pub use finding::{Finding, Kind};
 pub use fsdp_kernels::register_fsdp_kernels;
 pub use kernel::{Access, Launch};

@@ -1,7 +1,7 @@
 //! A test's time with the driver.
 
 use std::ffi::CString;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
 use crate::finding::{Finding, Kind};
@@ -57,6 +57,19 @@ impl Session {
         };
         (control().reset)(seed, mode);
         Session { _alone: alone }
+    }
+
+    /// Starts anew, with the kernels of candle and of `fsdp-kernels` registered: what candle's CUDA tensors and the
+    /// engine on them need. See [`register_candle_kernels`](crate::register_candle_kernels) and
+    /// [`register_fsdp_kernels`](crate::register_fsdp_kernels).
+    pub fn with_all_kernels(schedule: Schedule) -> Self {
+        static REGISTERED: Once = Once::new();
+        let session = Session::new(schedule);
+        REGISTERED.call_once(|| {
+            crate::register_candle_kernels();
+            crate::register_fsdp_kernels();
+        });
+        session
     }
 
     /// Registers what the kernel `name` does, for this and later sessions: the bytes of each parameter, what memory a

@@ -4,6 +4,10 @@
 //! that no chain of locks, messages and joins puts in an order are a race, even if in this schedule they were
 //! far apart. This is the happens-before test of race detectors, on the vector clocks that the checker keeps.
 
+#[path = "../../../fsdp-runtime/src/device/average.rs"]
+mod average;
+#[path = "../../../fsdp-runtime/src/device/backend.rs"]
+mod backend;
 #[path = "../../../fsdp-runtime/src/device/buffer.rs"]
 mod buffer;
 #[path = "../../../fsdp-runtime/src/device/clock.rs"]
@@ -23,6 +27,8 @@ mod widen;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use average::move_average;
+pub use backend::{Backend, CpuBackend};
 pub use buffer::{ALIGN, Buffer, Element, OnFree};
 pub use clock::now;
 pub use elementwise::{Elementwise, Fill, cast, fill, scale};

@@ -7,6 +7,8 @@ use crate::mesh::MeshError;
 pub enum Error {
     #[error(transparent)]
     Comm(#[from] CommError),
+    #[error("configuration: {0}")]
+    Config(String),
     #[error(transparent)]
     Mesh(#[from] MeshError),
 }

@@ -105,6 +105,10 @@ impl Communicator for LocalComm {
         Ok(Arc::new(LocalComm::new(child.made_of(&self.endpoint))))
     }
 
+    fn shares_a_process(&self) -> bool {
+        true
+    }
+
     fn all_gather(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {
         let call = Call::all_gather(tag, &parts);
         let (rank, size) = (self.rank(), self.size());

@@ -6,7 +6,7 @@ use std::fmt;
 use cudarc::nccl::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t};
 
 use crate::comm::ledger::Trouble;
-use crate::device::cuda::CudaError;
+use crate::device::cuda::{CudaError, has_nccl};
 use crate::spec::Dtype;
 
 /// The oldest version that has all that is called here, as `ncclGetVersion` says it.
@@ -20,8 +20,7 @@ const MISSING: CudaError = CudaError::MissingLibrary {
 
 /// cudarc panics where a library, or a function of it, cannot be loaded.
 pub(super) fn require() -> Result<(), CudaError> {
-    // SAFETY: it loads the library, whose initialisers are those of NCCL.
-    if !unsafe { sys::is_culib_present() } {
+    if !has_nccl() {
         return Err(MISSING);
     }
     if version() >= OLDEST { Ok(()) } else { Err(MISSING) }

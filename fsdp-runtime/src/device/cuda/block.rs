@@ -5,6 +5,7 @@ use std::fmt;
 use std::num::NonZero;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cudarc::driver as cuda;
 use parking_lot::Mutex;
@@ -37,6 +38,8 @@ pub(super) struct CudaBlock {
     uses: Mutex<Vec<Use>>,
     /// Gives memory back that is of another allocator.
     give_back: Mutex<Option<GiveBack>>,
+    /// It was allocated in a capture: its memory is there when the graph runs.
+    captured: bool,
     /// In whose order it is freed, if not the compute stream's.
     retired_on: Mutex<Option<Arc<cuda::CudaStream>>>,
 }
@@ -89,6 +92,7 @@ impl CudaBlock {
             bytes,
             kind,
             device: device.clone(),
+            captured: false,
             uses: Mutex::default(),
             give_back: Mutex::default(),
             retired_on: Mutex::default(),
@@ -112,6 +116,9 @@ impl CudaBlock {
         if let Some(give_back) = give_back {
             return give_back(self.ptr);
         }
+        if self.captured && self.device.is_capturing() {
+            device.capture.blocks.fetch_sub(1, Ordering::Relaxed);
+        }
         match self.kind {
             Kind::Device => {
                 let retired_on = self.retired_on.get_mut().take();
@@ -134,6 +141,25 @@ impl Drop for CudaBlock {
     fn drop(&mut self) {
         // Memory of a device that has failed may be in use for ever: it goes with the context.
         if self.bytes == 0 || self.device.check().is_err() {
+            return;
+        }
+        if self.captured && !self.device.is_capturing() {
+            // It is the graph's.
+            return;
+        }
+        if self.device.is_capturing() && !self.captured {
+            // It is freed when the capture has ended.
+            let block = CudaBlock {
+                ptr: self.ptr,
+                bytes: std::mem::take(&mut self.bytes),
+                kind: self.kind,
+                device: self.device.clone(),
+                captured: false,
+                uses: std::mem::take(&mut self.uses),
+                give_back: std::mem::take(&mut self.give_back),
+                retired_on: std::mem::take(&mut self.retired_on),
+            };
+            self.device.state().capture.kept.lock().push(block);
             return;
         }
         if let Err(error) = self.free() {
@@ -174,7 +200,12 @@ impl Memory for CudaMemory {
         });
         match allocated.map(|ptr| NonZero::new(ptr as usize)) {
             Ok(Some(ptr)) => {
-                Ok(CudaBlock::boxed(device, Kind::Device, bytes, NonNull::without_provenance(ptr)))
+                let mut block = CudaBlock::new(device, Kind::Device, bytes, NonNull::without_provenance(ptr));
+                block.captured = device.is_capturing();
+                if block.captured {
+                    state.capture.blocks.fetch_add(1, Ordering::Relaxed);
+                }
+                Ok(Box::new(block))
             }
             Ok(None) => Err(exhausted(device, bytes, "the driver gave no address".into())),
             Err(error) if is_out_of_memory(error) => Err(exhausted(device, bytes, free_memory(device))),

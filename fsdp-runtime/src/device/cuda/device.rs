@@ -2,14 +2,16 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use cudarc::driver as cuda;
 use parking_lot::Mutex;
 
-use super::block::{CudaMemory, PinnedMemory};
+use super::block::{CudaBlock, CudaMemory, PinnedMemory};
 use super::error::{CudaError, on_stream, words};
 use super::event::Origin;
 use super::kernels::Kernels;
+use super::libraries;
 use super::stream::{CudaStream, Priority};
 use crate::comm::CommError;
 
@@ -39,8 +41,19 @@ pub(super) struct State {
     pub compute: Arc<cuda::CudaStream>,
     pub kernels: Kernels,
     pub origin: Mutex<Option<Arc<Origin>>>,
+    pub capture: Capturing,
     name: String,
     failure: Mutex<Option<CommError>>,
+}
+
+/// Whether the streams capture what they are given, instead of doing it.
+#[derive(Default)]
+pub(super) struct Capturing {
+    pub active: AtomicBool,
+    /// Buffers that were allocated in the present capture and are not freed yet.
+    pub blocks: AtomicUsize,
+    /// Buffers from before it that were dropped in it: freeing them is not a part of it.
+    pub kept: Mutex<Vec<CudaBlock>>,
 }
 
 impl CudaDevice {
@@ -75,12 +88,27 @@ impl CudaDevice {
         let kernels = Kernels::load(&context, &options.kernels)?;
         let name = format!("cuda:{}", context.ordinal());
         let (origin, failure) = (Mutex::default(), Mutex::default());
-        Ok(CudaDevice(Arc::new(State { context, compute, kernels, origin, name, failure })))
+        let capture = Capturing::default();
+        Ok(CudaDevice(Arc::new(State { context, compute, kernels, origin, capture, name, failure })))
     }
 
     /// Its number among the visible devices.
     pub fn ordinal(&self) -> usize {
         self.0.context.ordinal()
+    }
+
+    /// What tells the GPU from all others, whatever its number is in a process.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn uuid(&self) -> Result<[u8; 16], CudaError> {
+        let uuid = self.0.context.uuid().map_err(|error| CudaError::Call {
+            ordinal: self.ordinal(),
+            call: "asking for its id",
+            message: words(error),
+        })?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     /// `cuda:0`.
@@ -138,11 +166,17 @@ impl CudaDevice {
         self.0.failure.lock().get_or_insert(error);
     }
 
+    /// Whether its streams capture what they are given. A thread asks that submits to them.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.0.capture.active.load(Ordering::Relaxed)
+    }
+
     pub(super) fn state(&self) -> &State {
         &self.0
     }
 
     /// Whether it is the same view: one that fails with this one.
+    #[cfg(feature = "nccl")]
     pub(crate) fn is(&self, other: &CudaDevice) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -157,6 +191,7 @@ impl CudaDevice {
     }
 
     /// Makes its context the calling thread's.
+    #[cfg(feature = "nccl")]
     pub(crate) fn bind(&self) -> Result<(), CommError> {
         self.0.context.bind_to_thread().map_err(on_stream(self.name(), "binding the context"))
     }
@@ -168,10 +203,9 @@ impl fmt::Debug for CudaDevice {
     }
 }
 
-/// cudarc panics where a library cannot be loaded.
-fn require_driver() -> Result<(), CudaError> {
-    // SAFETY: it loads the library, whose initialisers are those of the CUDA driver.
-    if unsafe { cuda::sys::is_culib_present() } {
+/// Checks that the driver is there: cudarc panics where it cannot be loaded.
+pub(super) fn require_driver() -> Result<(), CudaError> {
+    if libraries::has_driver() {
         return Ok(());
     }
     Err(CudaError::MissingLibrary {

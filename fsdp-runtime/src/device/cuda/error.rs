@@ -24,6 +24,15 @@ pub enum CudaError {
         /// How many there are.
         count: usize,
     },
+    /// candle's device has no stream of its own.
+    #[error(
+        "cuda:{ordinal} works on a default stream, which is another one in every thread: make the device with \
+         `fsdp::cuda::device({ordinal})`, or candle's `Device::new_cuda_with_stream`"
+    )]
+    DefaultStream {
+        /// The device.
+        ordinal: usize,
+    },
     /// The driver or NVRTC failed.
     #[error("cuda:{ordinal}: {call}: {message}")]
     Call {

@@ -16,11 +16,16 @@ pub struct CudaEvent {
     pub(super) event: Arc<cuda::CudaEvent>,
     pub(super) device: CudaDevice,
     pub(super) stream: Arc<str>,
+    /// It was recorded in a capture, and is a part of the graph.
+    pub(super) captured: bool,
 }
 
 impl CudaEvent {
     /// Whether the device has passed it.
     pub(crate) fn passed(&self) -> Result<bool, CommError> {
+        if self.captured {
+            return Ok(true);
+        }
         let bound = self.device.state().context.bind_to_thread();
         let passed = bound.and_then(|()| self.event.try_is_complete());
         passed.map_err(on_stream(&self.stream, "waiting for an event"))
@@ -32,6 +37,11 @@ impl Event for CudaEvent {
         /// Polls without a pause: some milliseconds.
         const SPINS: u32 = 20_000;
         const PAUSE: Duration = Duration::from_micros(50);
+        if self.device.is_capturing() {
+            let message =
+                "the host cannot wait for the device in a step that is captured as a graph".to_owned();
+            return Err(CommError::Stream { stream: self.stream.to_string(), message });
+        }
         let mut polls = 0;
         loop {
             self.device.check()?;

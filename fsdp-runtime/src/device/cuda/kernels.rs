@@ -7,13 +7,14 @@ use std::sync::{Arc, LazyLock};
 
 use cudarc::driver as cuda;
 use cudarc::nvrtc;
-use fsdp_kernels::{AccumulateArgs, Args, CastArgs, OPTIONS, SOURCE, SumRanksArgs};
+use fsdp_kernels::{AccumulateArgs, Args, CastArgs, Launch, OPTIONS, SOURCE, SumRanksArgs};
 use parking_lot::Mutex;
 
 use super::block::{Place, place};
 use super::copy::address;
 use super::device::{CudaDevice, KernelImage};
 use super::error::{CudaError, words};
+use super::libraries;
 use super::stream::CudaStream;
 use crate::comm::{Accumulate, CommError};
 use crate::device::{Elementwise, Fill, Slice, Stream};
@@ -27,8 +28,8 @@ pub(super) struct Kernels {
     max_blocks: u32,
 }
 
-/// What NVRTC has made in this process, by compute capability.
-static COMPILED: LazyLock<Mutex<HashMap<(i32, i32), nvrtc::Ptx>>> = LazyLock::new(Mutex::default);
+/// What NVRTC has made in this process, by compute capability: PTX.
+static COMPILED: LazyLock<Mutex<HashMap<(i32, i32), Arc<str>>>> = LazyLock::new(Mutex::default);
 
 impl Kernels {
     pub fn load(context: &Arc<cuda::CudaContext>, image: &KernelImage) -> Result<Kernels, CudaError> {
@@ -36,16 +37,17 @@ impl Kernels {
         let call = |call| move |error| CudaError::Call { ordinal, call, message: words(error) };
         let ptx = match image {
             KernelImage::Ptx(text) => nvrtc::Ptx::from_src(text),
-            KernelImage::Compile => {
-                let capability = context.compute_capability().map_err(call("asking for the architecture"))?;
-                compiled(ordinal, capability)?
-            }
+            KernelImage::Compile => nvrtc::Ptx::from_src(&*compiled(context)?),
         };
         let module = context.load_module(ptx).map_err(call("loading the kernels"))?;
-        let processors = cuda::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let processors = context.attribute(processors).map_err(call("counting multiprocessors"))?;
-        let max_blocks = 8 * u32::try_from(processors).unwrap_or(1);
+        let max_blocks = max_blocks(context)?;
         Ok(Kernels { module, functions: Mutex::default(), max_blocks })
+    }
+
+    /// Blocks enough to fill the device.
+    #[cfg(feature = "cuda")]
+    pub fn max_blocks(&self) -> u32 {
+        self.max_blocks
     }
 
     fn function(&self, name: &'static str) -> Result<cuda::CudaFunction, cuda::DriverError> {
@@ -70,7 +72,23 @@ impl Kernels {
         args: &A,
         slices: &[&Slice],
     ) -> Result<(), CommError> {
-        let Some(launch) = args.launch(self.max_blocks) else { return Ok(()) };
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_as(stream, name, args, args.launch(self.max_blocks), slices) }
+    }
+
+    /// The same with a grid of its own; `None` is no work.
+    ///
+    /// # Safety
+    /// As for [`Kernels::launch`].
+    pub unsafe fn launch_as<A: Args>(
+        &self,
+        stream: &CudaStream,
+        name: &'static str,
+        args: &A,
+        launch: Option<Launch>,
+        slices: &[&Slice],
+    ) -> Result<(), CommError> {
+        let Some(launch) = launch else { return Ok(()) };
         stream.enqueue(name, slices, |stream| {
             let function = self.function(name)?;
             let mut parameters = [from_ref(args).cast_mut().cast::<c_void>()];
@@ -108,6 +126,24 @@ impl Kernels {
                 let args = CastArgs { from: address(from), to: address(to), len: from.len() as u64 };
                 // SAFETY: the arguments are of this kernel, and the lengths are equal.
                 unsafe { self.launch(stream, name, &args, &[from, to]) }
+            }
+            Elementwise::Move(average, weights, decay) => {
+                check(stream, &[average, weights])?;
+                let name = fsdp_kernels::accumulate(dtype(weights), dtype(average));
+                let (acc, values, len) = (address(average), address(weights), average.len() as u64);
+                let scale = (1.0 - decay) as f32;
+                let args = AccumulateArgs { acc, values, len, beta: 1.0 - scale, scale };
+                // SAFETY: the arguments are of this kernel, and the lengths are equal.
+                unsafe { self.launch(stream, name, &args, &[average, weights]) }
+            }
+            Elementwise::Swap(a, b) => {
+                let kept = Slice::zeros_in(&stream.device().memory(), a.dtype(), a.len(), None)?;
+                // The memory is there in the order of the compute stream.
+                let compute = stream.device().compute("compute");
+                stream.wait(&compute.record())?;
+                stream.copy(a, &kept)?;
+                stream.copy(b, a)?;
+                stream.copy(&kept, b)
             }
         }
     }
@@ -163,19 +199,36 @@ impl CudaStream {
     }
 
     /// Checks that `slices` are memory of the stream's device.
+    #[cfg(feature = "nccl")]
     pub(crate) fn reaches(&self, slices: &[&Slice]) -> Result<(), CommError> {
         check(self, slices)
     }
 }
 
-/// The kernels for an architecture.
-fn compiled(ordinal: usize, (major, minor): (i32, i32)) -> Result<nvrtc::Ptx, CudaError> {
+/// Blocks enough to fill the device.
+pub(super) fn max_blocks(context: &cuda::CudaContext) -> Result<u32, CudaError> {
+    let processors = cuda::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    let processors = context.attribute(processors).map_err(|error| CudaError::Call {
+        ordinal: context.ordinal(),
+        call: "counting multiprocessors",
+        message: words(error),
+    })?;
+    Ok(8 * u32::try_from(processors).unwrap_or(1))
+}
+
+/// The kernels for the architecture of a device, as PTX.
+pub(super) fn compiled(context: &cuda::CudaContext) -> Result<Arc<str>, CudaError> {
+    let ordinal = context.ordinal();
+    let (major, minor) = context.compute_capability().map_err(|error| CudaError::Call {
+        ordinal,
+        call: "asking for the architecture",
+        message: words(error),
+    })?;
     let mut compiled = COMPILED.lock();
     if let Some(ptx) = compiled.get(&(major, minor)) {
         return Ok(ptx.clone());
     }
-    // SAFETY: it loads the library, whose initialisers are those of NVRTC.
-    if !unsafe { nvrtc::sys::is_culib_present() } {
+    if !libraries::has_nvrtc() {
         return Err(CudaError::MissingLibrary {
             library: "NVRTC (libnvrtc.so)",
             install: "install the CUDA toolkit, or the package `nvidia-cuda-nvrtc` and put its folder on LD_LIBRARY_PATH",
@@ -185,7 +238,7 @@ fn compiled(ordinal: usize, (major, minor): (i32, i32)) -> Result<nvrtc::Ptx, Cu
     let options = options.chain([format!("--gpu-architecture=compute_{major}{minor}")]).collect();
     let options = nvrtc::CompileOptions { options, ..Default::default() };
     let ptx = nvrtc::compile_ptx_with_opts(SOURCE, options);
-    let ptx = ptx.map_err(|error| CudaError::of_nvrtc(ordinal, &error))?;
+    let ptx: Arc<str> = ptx.map_err(|error| CudaError::of_nvrtc(ordinal, &error))?.to_src().into();
     compiled.insert((major, minor), ptx.clone());
     Ok(ptx)
 }
@@ -215,7 +268,7 @@ fn fill(stream: &CudaStream, slice: &Slice, value: Fill) -> Result<(), CommError
 }
 
 /// Kernels reach memory of their device only.
-fn check(stream: &CudaStream, slices: &[&Slice]) -> Result<(), CommError> {
+pub(super) fn check(stream: &CudaStream, slices: &[&Slice]) -> Result<(), CommError> {
     let device: &CudaDevice = stream.device();
     let wrong = slices.iter().map(|slice| place(device, slice)).find(|place| *place != Place::Device);
     wrong.map_or(Ok(()), |place| {
@@ -228,7 +281,7 @@ fn dtype(slice: &Slice) -> fsdp_kernels::Dtype {
     kernel_dtype(slice.dtype())
 }
 
-fn kernel_dtype(dtype: Dtype) -> fsdp_kernels::Dtype {
+pub(super) fn kernel_dtype(dtype: Dtype) -> fsdp_kernels::Dtype {
     match dtype {
         Dtype::F32 => fsdp_kernels::Dtype::F32,
         Dtype::BF16 => fsdp_kernels::Dtype::BF16,

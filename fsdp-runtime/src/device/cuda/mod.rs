@@ -16,18 +16,39 @@
 //! every stream refuses more work with that error, and events that were recorded later carry it. A host thread that waits
 //! for an event polls, so that it learns of a failure that the device does not know of.
 
+#[cfg(feature = "cuda")]
+mod backend;
 mod block;
 mod copy;
 mod device;
 mod error;
 mod event;
+#[cfg(feature = "cuda")]
+mod graph;
 mod kernels;
+mod libraries;
 mod stream;
+#[cfg(feature = "cuda")]
+mod tensors;
+#[cfg(feature = "cuda")]
+mod updates;
 
+#[cfg(feature = "cuda")]
+pub use backend::CudaBackend;
 #[cfg(feature = "nccl")]
 pub(crate) use block::GiveBack;
 pub use block::{CudaMemory, PinnedMemory};
 pub use device::{CudaDevice, CudaOptions, KernelImage};
 pub use error::CudaError;
 pub use event::CudaEvent;
+#[cfg(feature = "cuda")]
+pub(crate) use graph::CudaWork;
+#[cfg(feature = "nccl")]
+pub(crate) use libraries::has_nccl;
 pub use stream::{CudaStream, Priority};
+#[cfg(feature = "cuda")]
+pub(crate) use tensors::accumulate;
+#[cfg(feature = "cuda")]
+pub use tensors::{device, device_count, launch};
+#[cfg(feature = "cuda")]
+pub(crate) use updates::Steps;

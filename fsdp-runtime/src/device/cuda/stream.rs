@@ -46,9 +46,17 @@ impl CudaStream {
     }
 
     /// Whether what is submitted becomes part of a graph instead of being done.
+    #[cfg(feature = "nccl")]
     pub(crate) fn is_capturing(&self) -> Result<bool, CommError> {
         let status = self.stream.capture_status().map_err(on_stream(&self.name, "asking for its capture"))?;
         Ok(status != cuda::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Whether it takes part in the capture of its device; a failing driver says so in the next call.
+    fn has_joined(&self) -> bool {
+        const NONE: cuda::sys::CUstreamCaptureStatus =
+            cuda::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        self.stream.capture_status().is_ok_and(|status| status != NONE)
     }
 
     /// Does what `enqueue` does on the driver's stream, in its order, with `slices`: they are not given back before it is
@@ -146,7 +154,8 @@ impl Stream for CudaStream {
         match recorded {
             Ok(event) => {
                 let (device, stream) = (self.device.clone(), self.name.clone());
-                Arc::new(CudaEvent { event: Arc::new(event), device, stream })
+                let captured = self.device.is_capturing() && self.has_joined();
+                Arc::new(CudaEvent { event: Arc::new(event), device, stream, captured })
             }
             Err(error) => Arc::new(Failed(error)),
         }
@@ -154,6 +163,10 @@ impl Stream for CudaStream {
 
     fn mark(&self) -> Result<Arc<dyn Mark>, CommError> {
         self.device.check()?;
+        if self.device.is_capturing() {
+            let message = "no times are taken in a step that is captured as a graph".to_owned();
+            return Err(CommError::Stream { stream: self.name.to_string(), message });
+        }
         let mark = CudaMark::record(&self.device, &self.stream);
         let mark = mark.map_err(on_stream(&self.name, "taking the time"));
         Ok(Arc::new(mark.inspect_err(|error| self.device.fail(error.clone()))?))
@@ -161,6 +174,8 @@ impl Stream for CudaStream {
 
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError> {
         match event.as_any().downcast_ref::<CudaEvent>() {
+            // What a capture has recorded is of no meaning outside of it, and what came before it is over.
+            Some(event) if event.captured != self.device.is_capturing() => self.device.check(),
             Some(event) => self.enqueue("waiting for an event", &[], |stream| stream.wait(&event.event)),
             // Of the host, or a failure: the device cannot wait for it.
             None => event.synchronize().inspect_err(|error| self.device.fail(error.clone())),

@@ -11,6 +11,15 @@ pub struct RawLaunch {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub shared_bytes: u32,
+    /// Of each parameter, what the host has copied to where it points.
+    pub uploads: *const RawUpload,
+}
+
+/// Bytes that the launch will find in memory, as they are known when it is submitted; null if they are not.
+#[repr(C)]
+pub struct RawUpload {
+    pub bytes: *const u8,
+    pub len: usize,
 }
 
 /// Receives one access of a kernel: address, bytes, whether it writes.

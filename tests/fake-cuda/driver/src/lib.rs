@@ -8,6 +8,7 @@
 //! `driver` and `nccl` are the exported functions; `control` is what tests call; the rest is one state under one lock.
 
 mod abi;
+mod blas;
 mod capture;
 mod clock;
 mod control;
@@ -19,8 +20,12 @@ mod log;
 mod mutation;
 mod names;
 mod nccl;
+mod nvrtc;
 mod queue;
 mod race;
+mod rand;
 mod report;
+mod runtime;
 mod scheduler;
 mod state;
+mod upload;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use crate::abi::{Outcome, Status};
 use crate::capture::Act;
 use crate::clock::{Clock, this_thread};
-use crate::race::{self, Access};
+use crate::race::{self, Access, Mode};
 use crate::state::State;
 
 /// A stream's place in the state; never used twice.
@@ -126,6 +126,9 @@ impl State {
         let racing = race::enter(&mut self.heap, &mut self.reports, &name, position, clock, accesses);
         let after = clock.clone();
         clock.learn(position);
+        for access in accesses.iter().filter(|access| access.mode != Mode::Read) {
+            self.uploads.forget(&access.range);
+        }
         if let Some(log) = &mut self.log {
             let label = self.labels.get(&this_thread()).map_or("", String::as_str);
             log.add(call, label, position, after);

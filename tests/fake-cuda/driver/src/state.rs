@@ -6,6 +6,7 @@ use std::sync::{Arc, LazyLock};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::abi::{Outcome, Raw, Status};
+use crate::blas::Blas;
 use crate::capture::Capture;
 use crate::clock::Lanes;
 use crate::driver::{Context, Event, Function, Graph, GraphExec, Kernel, Module, Pool};
@@ -13,9 +14,12 @@ use crate::heap::Heap;
 use crate::log::Log;
 use crate::mutation::Mutations;
 use crate::nccl::Nccl;
+use crate::nvrtc::Program;
 use crate::queue::{Stream, StreamId};
+use crate::rand::Generator;
 use crate::report::{Kind, Reports};
 use crate::scheduler::Scheduler;
+use crate::upload::Uploads;
 
 pub type Held = MutexGuard<'static, State>;
 
@@ -58,6 +62,7 @@ pub struct State {
     pub scheduler: Scheduler,
     pub reports: Reports,
     pub heap: Heap,
+    pub uploads: Uploads,
     pub usage: HashMap<usize, Usage>,
     /// How many allocations on devices still succeed before one fails.
     pub allocations_left: Option<u64>,
@@ -76,6 +81,12 @@ pub struct State {
     pub functions: Vec<Function>,
     pub pools: Vec<Pool>,
     pub nccl: Nccl,
+    /// cuBLAS's handles.
+    pub blas: Vec<Blas>,
+    /// cuRAND's generators.
+    pub generators: Vec<Generator>,
+    /// NVRTC's programs; those that were destroyed are gone.
+    pub programs: Vec<Option<Program>>,
     /// Operations named so far.
     pub named: u64,
     /// What the thread says its operations are for, by thread.
@@ -97,6 +108,9 @@ pub enum Tag {
     Registration = 0x9E,
     Graph = 0x96,
     GraphExec = 0x97,
+    Blas = 0xB1,
+    Generator = 0x6E,
+    Program = 0xC3,
 }
 
 const SHIFT: u32 = 40;

@@ -232,6 +232,10 @@ fn report_leaks(held: &mut State, context: usize) {
     let events = held.events.iter().filter(|event| event.context == context && !event.destroyed);
     leaks.extend(events.map(|event| event.name.clone()));
     leaks.extend(held.nccl.open_comms(context));
+    let handles = held.blas.iter().filter(|blas| blas.context == context && !blas.destroyed);
+    leaks.extend(handles.map(|_| "a cuBLAS handle".to_owned()));
+    let generators = held.generators.iter().filter(|rng| rng.context == context && !rng.destroyed);
+    leaks.extend(generators.map(|_| "a cuRAND generator".to_owned()));
     let graphs = held.graphs.iter().filter(|graph| graph.context == context && !graph.destroyed).count();
     let execs = held.execs.iter().filter(|exec| exec.context == context && !exec.destroyed).count();
     if graphs + execs > 0 {

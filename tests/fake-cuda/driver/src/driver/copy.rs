@@ -72,6 +72,7 @@ fn copy(
         return Err(Status::INVALID_VALUE);
     }
     let mut accesses = Vec::new();
+    let mut uploaded = None;
     let run: Arc<dyn Fn() + Send + Sync> = if from_ours {
         accesses.push(Access::read(source, bytes));
         // SAFETY: the scheduler runs this only while all named ranges are mapped; a range that is not named is the
@@ -81,6 +82,8 @@ fn copy(
         let mut values = vec![0; bytes];
         // SAFETY: the caller passes `bytes` readable bytes of host memory.
         unsafe { std::ptr::copy_nonoverlapping(source as *const u8, values.as_mut_ptr(), bytes) };
+        let values: Arc<[u8]> = values.into();
+        uploaded = Some(values.clone());
         // SAFETY: as above.
         Arc::new(move || unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), target as *mut u8, bytes) })
     };
@@ -88,6 +91,9 @@ fn copy(
         accesses.push(Access::write(target, bytes));
     }
     let position = held.submit(stream, call, &accesses, Work::Memory(run))?;
+    if let Some(values) = uploaded {
+        held.uploads.keep(target, &values);
+    }
     if at_once || !to_ours {
         let clock = held.streams[stream].clock.clone();
         scheduler::run_until(held, position)?;

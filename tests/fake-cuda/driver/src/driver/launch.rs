@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::module::find_function;
 use super::{call, find_stream};
 use crate::abi::{In, Outcome, Raw, Status};
-use crate::kernel_abi::{Declare, RawLaunch, Run};
+use crate::kernel_abi::{Declare, RawLaunch, RawUpload, Run};
 use crate::queue::Work;
 use crate::race::Access;
 use crate::scheduler;
@@ -34,17 +34,24 @@ struct Launch {
     grid: [u32; 3],
     block: [u32; 3],
     shared_bytes: u32,
+    uploads: Vec<Option<Arc<[u8]>>>,
 }
 
 impl Launch {
     fn with_raw<R>(&self, f: impl FnOnce(&RawLaunch) -> R) -> R {
         let params = self.values.iter().map(|value| value.as_ptr()).collect::<Vec<_>>();
+        let upload = |bytes: &Option<Arc<[u8]>>| match bytes {
+            Some(bytes) => RawUpload { bytes: bytes.as_ptr(), len: bytes.len() },
+            None => RawUpload { bytes: std::ptr::null(), len: 0 },
+        };
+        let uploads = self.uploads.iter().map(upload).collect::<Vec<_>>();
         f(&RawLaunch {
             params: params.as_ptr(),
             count: params.len(),
             grid: self.grid,
             block: self.block,
             shared_bytes: self.shared_bytes,
+            uploads: uploads.as_ptr(),
         })
     }
 }
@@ -96,7 +103,9 @@ fn launch(
         let param = params.get(index)?;
         values.push((0..*size).map(|byte| param.get(byte)).collect::<Result<Vec<u8>, _>>()?);
     }
-    let launch = Launch { values, grid, block, shared_bytes };
+    let upload = |value: &Vec<u8>| held.uploads.at(usize::from_ne_bytes(value.as_slice().try_into().ok()?));
+    let uploads = values.iter().map(upload).collect();
+    let launch = Launch { values, grid, block, shared_bytes, uploads };
     let accesses = accesses_of(&kernel, &launch);
     let run = Arc::new(move || launch.with_raw(|raw| (kernel.run)(kernel.data, raw)));
     held.submit(stream, &name, &accesses, Work::Memory(run))?;

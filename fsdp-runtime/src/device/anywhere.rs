@@ -1,0 +1,89 @@
+//! Elements of flat buffers for code of the host, wherever they are.
+
+use super::{Backend, Slice, read_f32, update_f32};
+use crate::comm::CommError;
+use crate::spec::Dtype;
+
+/// [`read_f32`] of memory wherever it is: what is on a device is copied to the host first, in the order of the compute
+/// stream.
+///
+/// # Errors
+/// Those of [`Backend::download`].
+///
+/// # Safety
+/// As for [`Slice::as_slice`], for the length of the call.
+pub unsafe fn read_anywhere<R>(
+    backend: &dyn Backend,
+    slice: &Slice,
+    read: impl FnOnce(&[f32]) -> R,
+) -> Result<R, CommError> {
+    if slice.block().is_host() {
+        // SAFETY: the caller's promise.
+        return Ok(unsafe { read_f32(slice, read) });
+    }
+    let copy = Slice::zeros(slice.dtype(), slice.len(), None);
+    // SAFETY: the copy is new and ours alone.
+    unsafe {
+        backend.download(slice, copy.as_mut_bytes())?;
+        Ok(read_f32(&copy, read))
+    }
+}
+
+/// [`update_f32`] of memory wherever it is: what is on a device is copied to the host and back, in the order of the
+/// compute stream.
+///
+/// # Errors
+/// Those of [`Backend::download`] and [`Backend::upload`].
+///
+/// # Safety
+/// As for [`Slice::as_mut_slice`], for the length of the call.
+pub unsafe fn update_anywhere<R>(
+    backend: &dyn Backend,
+    slice: &Slice,
+    update: impl FnOnce(&mut [f32]) -> R,
+) -> Result<R, CommError> {
+    if slice.block().is_host() {
+        // SAFETY: the caller's promise.
+        return Ok(unsafe { update_f32(slice, update) });
+    }
+    let copy = Slice::zeros(slice.dtype(), slice.len(), None);
+    // SAFETY: the copy is new and ours alone.
+    unsafe {
+        backend.download(slice, copy.as_mut_bytes())?;
+        let result = update_f32(&copy, update);
+        backend.upload(copy.as_bytes(), slice)?;
+        Ok(result)
+    }
+}
+
+/// [`update_anywhere`] of several slices of f32.
+///
+/// # Errors
+/// As for [`update_anywhere`].
+///
+/// # Safety
+/// As for [`update_anywhere`], for each of them.
+pub unsafe fn update_all_anywhere<R>(
+    backend: &dyn Backend,
+    slices: &[Slice],
+    update: impl FnOnce(Vec<&mut [f32]>) -> R,
+) -> Result<R, CommError> {
+    let copies: Vec<Slice> = slices
+        .iter()
+        .map(|slice| {
+            if slice.block().is_host() { slice.clone() } else { Slice::zeros(Dtype::F32, slice.len(), None) }
+        })
+        .collect();
+    let away = || slices.iter().zip(&copies).filter(|(slice, _)| !slice.block().is_host());
+    for (slice, copy) in away() {
+        // SAFETY: the copy is new and ours alone.
+        backend.download(slice, unsafe { copy.as_mut_bytes() })?;
+    }
+    // SAFETY: the copies are ours alone; for slices of the host it is the caller's promise.
+    let result = update(copies.iter().map(|slice| unsafe { slice.as_mut_slice::<f32>() }).collect());
+    for (slice, copy) in away() {
+        // SAFETY: nobody writes the copy any more.
+        backend.upload(unsafe { copy.as_bytes() }, slice)?;
+    }
+    Ok(result)
+}

@@ -1,0 +1,142 @@
+//! A CUDA device as what a rank computes on, beside candle.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::device::{CudaDevice, CudaOptions};
+use super::error::CudaError;
+use super::stream::{CudaStream, Priority};
+use super::updates::{Steps, Tables};
+use crate::comm::CommError;
+use crate::device::{Backend, Kernels, Memory, Slice, Stream};
+use crate::spec::Dtype;
+
+/// Bytes that are copied between pageable memory and the device at a time.
+const STAGING: usize = 16 << 20;
+
+/// A CUDA device, with candle's tensors on it.
+///
+/// Its compute stream is candle's own stream for the device; candle's tensors and flat buffers are ordered by it.
+pub struct CudaBackend {
+    tensors: candle_core::Device,
+    device: CudaDevice,
+    compute: Arc<CudaStream>,
+    /// Page-locked memory on the way to and from the host; made when first needed.
+    staging: Mutex<Option<Slice>>,
+    pub(super) tables: Mutex<Tables>,
+    pub(super) steps: Mutex<Steps>,
+}
+
+impl CudaBackend {
+    /// The device behind `tensors`.
+    ///
+    /// # Errors
+    /// If it works on the default stream, which is another one in every thread: [`super::device`] makes one that does
+    /// not; those of [`CudaDevice::of`].
+    pub fn new(tensors: &candle_core::CudaDevice, options: &CudaOptions) -> Result<CudaBackend, CudaError> {
+        let stream = tensors.cuda_stream();
+        let ordinal = stream.context().ordinal();
+        // The legacy and the per-thread default streams, and the null stream, are handles of small numbers.
+        if stream.cu_stream().addr() <= 2 {
+            return Err(CudaError::DefaultStream { ordinal });
+        }
+        let device = CudaDevice::of(stream, options)?;
+        let compute = device.compute("compute");
+        let tensors = candle_core::Device::Cuda(tensors.clone());
+        Ok(CudaBackend {
+            tensors,
+            device,
+            compute,
+            staging: Mutex::default(),
+            tables: Mutex::default(),
+            steps: Mutex::default(),
+        })
+    }
+
+    /// Its device, for communicators.
+    pub fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    pub(crate) fn stream(&self) -> &Arc<CudaStream> {
+        &self.compute
+    }
+
+    /// Calls `step` with the parts of `len` bytes that fit into page-locked memory, and with so much of it.
+    fn in_parts(
+        &self,
+        slice: &Slice,
+        mut step: impl FnMut(std::ops::Range<usize>, &Slice, &Slice) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        let mut staging = self.staging.lock();
+        let elements = STAGING / slice.dtype().size();
+        for start in (0..slice.len()).step_by(elements) {
+            let part = slice.range(start..(start + elements).min(slice.len()));
+            let held = match &*staging {
+                Some(held) => held.clone(),
+                None => {
+                    let held = Slice::zeros_in(&self.device.pinned(), Dtype::F32, STAGING / 4, None)?;
+                    staging.insert(held).clone()
+                }
+            };
+            let held = held.reinterpreted(part.dtype(), part.len());
+            let first = start * part.dtype().size();
+            step(first..first + part.bytes(), &part, &held)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for CudaBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaBackend({})", self.device.name())
+    }
+}
+
+impl Backend for CudaBackend {
+    fn tensors(&self) -> &candle_core::Device {
+        &self.tensors
+    }
+
+    fn memory(&self) -> Arc<dyn Memory> {
+        Arc::new(self.device.memory())
+    }
+
+    fn compute(&self) -> Arc<dyn Stream> {
+        self.compute.clone()
+    }
+
+    fn side(&self, name: String) -> Result<Arc<dyn Stream>, CommError> {
+        let stream = self.device.stream(name.clone(), Priority::High);
+        stream
+            .map(|stream| stream as Arc<dyn Stream>)
+            .map_err(|error| CommError::Stream { stream: name, message: error.to_string() })
+    }
+
+    fn download(&self, from: &Slice, to: &mut [u8]) -> Result<(), CommError> {
+        assert_eq!(from.bytes(), to.len(), "a copy to memory of another length");
+        self.in_parts(from, |bytes, part, held| {
+            self.compute.copy(part, held)?;
+            self.compute.record().synchronize()?;
+            // SAFETY: the copy is done, and the lock of the staging memory keeps others away.
+            to[bytes].copy_from_slice(unsafe { held.as_bytes() });
+            Ok(())
+        })
+    }
+
+    fn upload(&self, from: &[u8], to: &Slice) -> Result<(), CommError> {
+        assert_eq!(from.len(), to.bytes(), "a copy from memory of another length");
+        self.in_parts(to, |bytes, part, held| {
+            // SAFETY: the last copy is done, and the lock of the staging memory keeps others away.
+            unsafe { held.as_mut_bytes() }.copy_from_slice(&from[bytes]);
+            self.compute.copy(held, part)?;
+            self.compute.record().synchronize()
+        })
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
+    }
+}

@@ -1,0 +1,35 @@
+//! Whether the libraries are there. With the feature `cuda` they are, or the program would not have started: candle has
+//! them linked. Else they are loaded when first called.
+
+#[cfg(feature = "cuda")]
+pub(super) fn has_driver() -> bool {
+    true
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn has_driver() -> bool {
+    // SAFETY: it loads the library, whose initialisers are those of the CUDA driver.
+    unsafe { cudarc::driver::sys::is_culib_present() }
+}
+
+#[cfg(feature = "cuda")]
+pub(super) fn has_nvrtc() -> bool {
+    true
+}
+
+#[cfg(not(feature = "cuda"))]
+pub(super) fn has_nvrtc() -> bool {
+    // SAFETY: it loads the library, whose initialisers are those of NVRTC.
+    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+}
+
+#[cfg(all(feature = "nccl", feature = "cuda"))]
+pub(crate) fn has_nccl() -> bool {
+    true
+}
+
+#[cfg(all(feature = "nccl", not(feature = "cuda")))]
+pub(crate) fn has_nccl() -> bool {
+    // SAFETY: it loads the library, whose initialisers are those of NCCL.
+    unsafe { cudarc::nccl::sys::is_culib_present() }
+}

@@ -1,0 +1,182 @@
+//! AdamW and norms by kernels.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use fsdp_kernels::{AdamWArgs, AdamWSegment, SquaredNormArgs, SumArgs};
+
+use super::backend::CudaBackend;
+use super::copy::address;
+use super::stream::CudaStream;
+use crate::comm::CommError;
+use crate::device::{AdamWRun, AdamWScalars, Event, Kernels, Slice, Stream};
+use crate::spec::Dtype;
+
+/// The tables of scalars that steps have been taken with, by the address of the weights.
+pub(super) type Tables = HashMap<u64, Table>;
+
+/// Scalars of a step, in page-locked memory and on the device: the factor of the gradients, then the runs.
+///
+/// The host writes the first and the device copies it to the second, so that a step that was captured in a graph takes
+/// the scalars that the host has written before its launch.
+pub(super) struct Table {
+    host: Slice,
+    device: Slice,
+    /// The copy of the last step.
+    copied: Option<Arc<dyn Event>>,
+    /// The host has written scalars that are not copied yet.
+    fresh: bool,
+}
+
+/// Bytes before the first run: the factor, at an alignment of 8.
+const HEAD: usize = 8;
+
+impl Table {
+    fn new(backend: &CudaBackend, runs: usize) -> Result<Table, CommError> {
+        let elements = (HEAD + runs * size_of::<AdamWSegment>()) / 4;
+        let host = Slice::zeros_in(&backend.device().pinned(), Dtype::F32, elements, None)?;
+        let device = Slice::zeros_in(&backend.device().memory(), Dtype::F32, elements, None)?;
+        Ok(Table { host, device, copied: None, fresh: false })
+    }
+
+    fn write(&mut self, runs: &[AdamWRun], grad_scale: f32) -> Result<(), CommError> {
+        if let Some(copied) = self.copied.take() {
+            copied.synchronize()?;
+        }
+        self.fresh = true;
+        // SAFETY: the last copy is done, and the table is borrowed mutably.
+        let bytes = unsafe { self.host.as_mut_bytes() };
+        bytes[..4].copy_from_slice(&grad_scale.to_ne_bytes());
+        for (run, bytes) in runs.iter().zip(bytes[HEAD..].chunks_exact_mut(size_of::<AdamWSegment>())) {
+            let AdamWScalars {
+                decay,
+                beta1,
+                one_minus_beta1,
+                beta2,
+                one_minus_beta2,
+                step_size,
+                correction2,
+                eps,
+            } = run.step;
+            let (begin, len) = (run.elements.start as u64, run.elements.len() as u64);
+            let scalars =
+                [decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction2, eps];
+            bytes[..8].copy_from_slice(&begin.to_ne_bytes());
+            bytes[8..16].copy_from_slice(&len.to_ne_bytes());
+            bytes[16..].copy_from_slice(bytemuck::cast_slice(&scalars));
+        }
+        Ok(())
+    }
+}
+
+impl Table {
+    fn copy(&mut self, stream: &CudaStream) -> Result<(), CommError> {
+        if std::mem::take(&mut self.fresh) {
+            stream.copy(&self.host, &self.device)?;
+            self.copied = Some(stream.record());
+        }
+        Ok(())
+    }
+}
+
+/// What a call of [`Kernels::adamw`] does beside writing the table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Steps {
+    /// Copies the table to the device and launches the kernel.
+    #[default]
+    Taken,
+    /// Launches the kernel, to be captured.
+    Captured,
+    /// Nothing: the kernel is in a graph.
+    Replayed,
+}
+
+impl CudaBackend {
+    /// Sets what calls of [`Kernels::adamw`] do.
+    pub(crate) fn set_steps(&self, steps: Steps) {
+        *self.steps.lock() = steps;
+    }
+
+    /// Copies the tables that were written and not copied.
+    pub(crate) fn copy_tables(&self) -> Result<(), CommError> {
+        self.tables.lock().values_mut().try_for_each(|table| table.copy(self.stream()))
+    }
+}
+
+const _: () = assert!(size_of::<AdamWSegment>() == 48, "two u64 and eight f32, as a table is written");
+
+impl Kernels for CudaBackend {
+    fn adamw(
+        &self,
+        runs: &[AdamWRun],
+        grad_scale: f32,
+        weights: &Slice,
+        grads: &Slice,
+        moments: [&Slice; 2],
+    ) -> Result<(), CommError> {
+        let Some(longest) = runs.iter().map(|run| run.elements.len()).max() else { return Ok(()) };
+        let stream = self.stream();
+        let mut tables = self.tables.lock();
+        let table = match tables.entry(address(weights)) {
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Table::new(self, runs.len())?),
+        };
+        if table.host.bytes() < HEAD + std::mem::size_of_val(runs) {
+            *table = Table::new(self, runs.len())?;
+        }
+        table.write(runs, grad_scale)?;
+        match *self.steps.lock() {
+            Steps::Taken => table.copy(stream)?,
+            Steps::Captured => {}
+            Steps::Replayed => return Ok(()),
+        }
+        let head = address(&table.device);
+        let wide = weights.dtype() == Dtype::F32;
+        let args = AdamWArgs {
+            main: if wide { address(weights) } else { 0 },
+            model: if wide { 0 } else { address(weights) },
+            grads: address(grads),
+            exp_avg: address(moments[0]),
+            exp_avg_sq: address(moments[1]),
+            segments: head + HEAD as u64,
+            grad_scale: head,
+            len: weights.len() as u64,
+            segment_count: runs.len() as u32,
+            scale: 1.0,
+        };
+        let name = fsdp_kernels::adamw(dtype(grads), dtype(weights));
+        super::kernels::check(stream, &[weights, grads, moments[0], moments[1]])?;
+        let launch = args.launch_for(longest as u64, self.device().state().kernels.max_blocks());
+        let slices = [weights, grads, moments[0], moments[1], &table.device];
+        // SAFETY: the arguments are of this kernel; runs are inside of the slices, which are as long and of these dtypes.
+        unsafe { self.device().state().kernels.launch_as(stream, name, &args, launch, &slices) }
+    }
+
+    fn squared_norm(&self, slices: &[Slice]) -> Result<f64, CommError> {
+        let stream = self.stream();
+        let partials = |slice: &Slice| SquaredNormArgs::partials_for(slice.len() as u64) as usize;
+        let count: usize = slices.iter().map(partials).sum();
+        // f64 values, in memory that is counted in f32: the total, then the partial sums.
+        let sums = Slice::zeros_in(&self.device().memory(), Dtype::F32, 2 * (1 + count), None)?;
+        let kernels = &self.device().state().kernels;
+        let values = address(&sums) + 8;
+        let mut next = values;
+        for slice in slices {
+            let args = SquaredNormArgs { values: address(slice), partials: next, len: slice.len() as u64 };
+            next += 8 * partials(slice) as u64;
+            let name = fsdp_kernels::squared_norm(dtype(slice));
+            // SAFETY: the arguments are of this kernel; the partial sums have room in `sums`.
+            unsafe { kernels.launch(stream, name, &args, &[slice, &sums])? };
+        }
+        let args = SumArgs { values, total: address(&sums), rounded: 0, len: count as u64, divisor: 1.0 };
+        // SAFETY: the arguments are of this kernel; it reads what was written before in stream order.
+        unsafe { kernels.launch(stream, fsdp_kernels::sum_f64(), &args, &[&sums])? };
+        let mut total = [0; 8];
+        crate::device::Backend::download(self, &sums.range(0..2), &mut total)?;
+        Ok(f64::from_ne_bytes(total))
+    }
+}
+
+fn dtype(slice: &Slice) -> fsdp_kernels::Dtype {
+    super::kernels::kernel_dtype(slice.dtype())
+}
