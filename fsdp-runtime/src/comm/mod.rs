@@ -20,6 +20,7 @@ pub(crate) use error::panic_text;
 pub use ledger::Control;
 
 use crate::device::{Memory, Slice, Stream};
+use crate::spec::Dtype;
 
 /// Part of the training step a collective belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -114,6 +115,9 @@ pub enum HostOp {
     Min,
 }
 
+/// Makes a slice of so many zeros, of its own memory.
+pub type Allocate = Arc<dyn Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync>;
+
 /// How memory is registered with a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Registration {
@@ -196,6 +200,11 @@ pub trait Communicator: Send + Sync {
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.host_gather(tag, bytes)
     }
+
+    /// Has `allocate` make the buffers that this communicator needs for itself, and those that are made of it from now on:
+    /// so they are counted. They must be on the device of its streams, zero in the order of the device's compute stream.
+    /// Those that need none, such as communicators of the host, never call it.
+    fn allocate_by(&self, _allocate: Allocate) {}
 
     /// Memory whose slices [`Communicator::register`] takes; `None` if it takes none.
     fn registrable(&self) -> Option<Arc<dyn Memory>> {

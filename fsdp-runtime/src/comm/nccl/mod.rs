@@ -44,7 +44,8 @@ use super::arguments::Caller;
 use super::call::Call;
 use super::ledger::{Control, Ledger, Stage, Trouble};
 use super::{
-    CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Registration, Tag,
+    Allocate, CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Registration,
+    Tag,
 };
 use crate::device::cuda::{CudaDevice, CudaError, CudaStream};
 use crate::device::{Memory, Slice, Stream};
@@ -129,7 +130,9 @@ impl NcclComm {
     fn made_of(&self, control: Arc<dyn Communicator>) -> Result<Arc<NcclComm>, CommError> {
         let ledger = ledger_of(&*control)?;
         let (lease, sums) = (self.lease.clone(), self.sums);
-        Ok(Arc::new(NcclComm { control, ledger, lease, sums, turn: Mutex::default() }))
+        let scratch = Scratch::new(self.turn.lock().scratch.allocator());
+        let turn = Mutex::new(Turn { comm: None, scratch });
+        Ok(Arc::new(NcclComm { control, ledger, lease, sums, turn }))
     }
 
     fn caller(&self) -> Caller {
@@ -341,6 +344,10 @@ impl Communicator for NcclComm {
 
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.control.host_gather_patiently(tag, bytes)
+    }
+
+    fn allocate_by(&self, allocate: Allocate) {
+        self.turn.lock().scratch.allocate_by(allocate);
     }
 
     fn registrable(&self) -> Option<Arc<dyn Memory>> {

@@ -1,10 +1,13 @@
 //! Each collective gives what plain sums and copies give, however late the device is.
 
+use std::sync::Arc;
+
 use fake_cuda::{Schedule, Session};
 use fsdp_runtime::comm::nccl::Sums;
 use fsdp_runtime::comm::{Accumulate, Communicator, Exchange, Gather, Reduce};
 use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::device::{Slice, Stream};
+use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
 use half::{bf16, f16};
 
@@ -300,6 +303,33 @@ fn scratch_memory_is_used_by_one_stream_at_a_time() {
             }
         }
     }
+}
+
+/// That of communicators which were made of the one it was said to, too.
+#[test]
+fn scratch_memory_is_counted_where_it_is_wanted() {
+    let _session = Session::new(Schedule::Latest);
+    run(2, |rank| {
+        let account = Account::new(Arc::new(rank.device.memory()));
+        let used = || account.usage(Category::Collectives).current;
+        let comm = rank.join()?;
+        comm.allocate_by(account.allocator(Category::Collectives));
+        let duplicate = comm.duplicate("reduce");
+        let reduce = |comm: &dyn Communicator, len| -> Outcome<()> {
+            let (send, recv) = (rank.zeros(Dtype::BF16, 2 * len)?, rank.zeros(Dtype::F32, len)?);
+            rank.hand_over()?;
+            let part = Reduce { send, recv, scale: 1.0, accumulate: Accumulate::Add };
+            Ok(comm.reduce_scatter(&*rank.side, tag("a"), vec![part])?)
+        };
+        reduce(&*comm, 32)?;
+        assert_eq!(used(), 32 * 2);
+        reduce(&*duplicate, 64)?;
+        reduce(&*duplicate, 32)?;
+        assert_eq!(used(), (32 + 64) * 2);
+        drop(duplicate);
+        assert_eq!(used(), 32 * 2);
+        Ok(())
+    });
 }
 
 /// One rank calls far ahead of its device; the others look at each result.

@@ -253,6 +253,31 @@ fn ranks_that_call_different_collectives_are_told_at_once() {
     }
 }
 
+/// Lengths or dtypes that NCCL itself would take for what they are not: nothing that comes of it is handed out.
+#[test]
+fn ranks_whose_buffers_differ_get_no_garbage() {
+    let cases: [(&str, fn(&Rank) -> (Dtype, usize)); 3] = [
+        ("part 0 is 8 x f32 on rank 0, 10 x f32 on rank 1", |rank| (Dtype::F32, 8 + 2 * rank.rank())),
+        ("part 0 is 8 x f32 on rank 0, 8 x bf16 on rank 1", |rank| {
+            ([Dtype::F32, Dtype::BF16][rank.rank()], 8)
+        }),
+        ("part 0 is 8 x f32 on rank 0, 16 x bf16 on rank 1", |rank| {
+            [(Dtype::F32, 8), (Dtype::BF16, 16)][rank.rank()]
+        }),
+    ];
+    for (words, buffer) in cases {
+        let session = Session::new(Schedule::Latest);
+        let words = [words, "all-to-all of unit `tokens` (forward, step 0, "];
+        all_but_one_fail(&session, 2, Duration::from_secs(60), 2, &words, |rank| {
+            let (comm, (dtype, len)) = (rank.join()?, buffer(rank));
+            let (send, recv) = (rank.zeros(dtype, len)?, rank.zeros(dtype, len)?);
+            rank.hand_over()?;
+            comm.all_to_all(&*rank.side, tag("tokens"), vec![Exchange { send, recv: recv.clone() }])?;
+            rank.download(&recv).map(drop)
+        });
+    }
+}
+
 #[test]
 fn a_rank_that_does_not_join_is_named() {
     let session = Session::new(Schedule::Latest);
