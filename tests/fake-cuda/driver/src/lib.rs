@@ -21,6 +21,7 @@ mod mutation;
 mod names;
 mod nccl;
 mod nvrtc;
+mod profiler;
 mod queue;
 mod race;
 mod rand;
