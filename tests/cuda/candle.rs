@@ -1,41 +1,11 @@
-//! candle's CUDA tensors against its CPU tensors: the libraries and kernels that stand for the real ones compute what
-//! candle expects of them, in whatever order the streams run.
+//! A model of plain candle tensors, forward and backward, in whatever order the streams run.
+
+use std::thread;
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use fake_cuda::{Schedule, Session};
 
-/// What a computation gave, by name.
-type Values = Vec<(String, Vec<f64>)>;
-
-/// Values between -1 and 1 that look like none in particular.
-fn values(shape: &[usize], seed: usize, device: &Device) -> Result<Tensor> {
-    let len = shape.iter().product::<usize>();
-    let value = |i| ((i * 7919 + seed * 104_729 + 13) % 2003) as f32 / 1001.5 - 1.0;
-    Tensor::from_vec((0..len).map(value).collect::<Vec<f32>>(), shape, device)
-}
-
-fn read(name: &str, tensor: &Tensor) -> Result<(String, Vec<f64>)> {
-    let flat = tensor.flatten_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?;
-    Ok((name.to_owned(), flat.to_vec1()?))
-}
-
-/// Compares in every schedule, the devices being gone when the session ends.
-fn compare(tolerance: f64, compute: impl Fn(&Device) -> Result<Values>) -> Result<()> {
-    let expected = compute(&Device::Cpu)?;
-    for schedule in Schedule::all(3) {
-        let session = Session::with_all_kernels(schedule);
-        let got = compute(&Device::new_cuda_with_stream(0)?)?;
-        for ((name, expected), (_, got)) in expected.iter().zip(&got) {
-            assert_eq!(expected.len(), got.len(), "{name}");
-            for (i, (expected, got)) in expected.iter().zip(got).enumerate() {
-                let error = (expected - got).abs() / expected.abs().max(1.0);
-                assert!(error <= tolerance, "{name}[{i}] in {schedule:?}: {got}, on the CPU {expected}");
-            }
-        }
-        drop(session);
-    }
-    Ok(())
-}
+use crate::compare::{Values, assert_close, compare, named, tolerance, values};
 
 fn softmax(x: &Tensor) -> Result<Tensor> {
     let shifted = x.broadcast_sub(&x.max_keepdim(D::Minus1)?)?.exp()?;
@@ -45,7 +15,7 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 /// Two layers, attention of a kind between them, a loss over gathered logarithms.
 fn mlp(dtype: DType, device: &Device) -> Result<Values> {
     let (batch, tokens, width, hidden, classes) = (2, 5, 8, 12, 7);
-    let var = |shape: &[usize], seed| Var::from_tensor(&values(shape, seed, device)?.to_dtype(dtype)?);
+    let var = |shape: &[usize], seed| Var::from_tensor(&values(shape, seed, dtype, device)?);
     let table = var(&[11, width], 1)?;
     let up = var(&[hidden, width], 2)?;
     let bias = var(&[hidden], 3)?;
@@ -70,26 +40,40 @@ fn mlp(dtype: DType, device: &Device) -> Result<Values> {
     let probabilities = softmax(&logits.to_dtype(DType::F32)?)?;
     let loss = probabilities.log()?.gather(&targets, 1)?.neg()?.mean_all()?;
     let grads = loss.backward()?;
-    let mut out = vec![read("loss", &loss)?, read("logits", &logits)?];
+    let mut out = vec![named("loss", &loss)?, named("logits", &logits)?];
     for (name, var) in [("table", &table), ("up", &up), ("bias", &bias), ("down", &down)] {
         let grad =
             grads.get(var).ok_or_else(|| candle_core::Error::Msg(format!("{name} has no gradient")))?;
-        out.push(read(name, grad)?);
+        out.push(named(name, grad)?);
     }
     Ok(out)
 }
 
 #[test]
 fn a_model_trains_as_on_the_cpu() -> Result<()> {
-    compare(1e-6, |device| mlp(DType::F32, device))
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        // The loss is computed in f32.
+        compare(3, tolerance(dtype).max(1e-6), |device| mlp(dtype, device))?;
+    }
+    Ok(())
 }
 
 #[test]
-fn a_model_trains_in_f64_as_on_the_cpu() -> Result<()> {
-    compare(1e-6, |device| mlp(DType::F64, device))
-}
-
-#[test]
-fn a_model_trains_in_bf16_as_on_the_cpu() -> Result<()> {
-    compare(3e-2, |device| mlp(DType::BF16, device))
+fn ranks_train_side_by_side() -> Result<()> {
+    let expected = mlp(DType::F32, &Device::Cpu)?;
+    for schedule in Schedule::all(3) {
+        let session = Session::with_all_kernels(schedule);
+        thread::scope(|scope| {
+            for ordinal in 0..4 {
+                let expected = &expected;
+                scope.spawn(move || {
+                    let got =
+                        Device::new_cuda_with_stream(ordinal).and_then(|device| mlp(DType::F32, &device));
+                    assert_close(expected, &got.expect("the rank trains"), 1e-6);
+                });
+            }
+        });
+        drop(session);
+    }
+    Ok(())
 }

@@ -1,2 +1,11 @@
-//! candle's CUDA tensors on the fake driver.
+//! candle's CUDA tensors, and models that are sharded on them, on the fake driver: see tests/fake-cuda/README.md. `.ci/cuda`
+//! runs them. With `FSDP_CUDA=real` those of [`engine`] take the device that is there.
+
 mod candle;
+mod compare;
+mod engine;
+mod found;
+mod graphs;
+mod libraries;
+mod ops;
+mod support;

@@ -1,5 +1,6 @@
 //! What a rank computes on.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,6 +44,9 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// # Panics
     /// If the lengths differ.
     fn upload(&self, from: &[u8], to: &Slice) -> Result<(), CommError>;
+
+    /// Itself, for what only one kind of device can do.
+    fn as_any(&self) -> &dyn Any;
 
     /// What it does by kernels of its own, where the CPU runs code of the host on its memory.
     fn kernels(&self) -> Option<&dyn Kernels> {
@@ -114,6 +118,10 @@ impl Backend for CpuBackend {
 
     fn memory(&self) -> Arc<dyn Memory> {
         Arc::new(HostMemory)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 
     fn compute(&self) -> Arc<dyn Stream> {

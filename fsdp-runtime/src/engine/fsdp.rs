@@ -62,6 +62,11 @@ impl<M> Fsdp<M> {
         self.engine.comm.size()
     }
 
+    /// candle's device that the model is on, where its inputs belong.
+    pub fn device(&self) -> &candle_core::Device {
+        self.engine.backend.tensors()
+    }
+
     /// The strategy in force: the configured one, or `NoShard` where there is one rank.
     pub fn strategy(&self) -> Strategy {
         self.engine.strategy

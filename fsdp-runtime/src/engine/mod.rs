@@ -14,6 +14,8 @@ mod full;
 mod full_params;
 mod fused;
 mod gradients;
+#[cfg(feature = "cuda")]
+mod graph;
 mod held;
 mod history;
 mod load;
@@ -40,6 +42,8 @@ pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use full_params::{Access, FullParam};
+#[cfg(feature = "cuda")]
+pub use graph::StepGraph;
 pub(crate) use held::{Held, HeldState, StepCounts};
 pub use loss_scale::Step;
 pub use module::{Buffer, FsdpUnit, Fused, Shaped, Tie, Visitor, Walker};

@@ -361,6 +361,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(())
     }
 
+    /// Whether all updates are done by kernels of the device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn has_kernels(&self) -> bool {
+        let at = StepInfo { step: 1, grad_scale: 1.0 };
+        self.rule.kernel_update(at, true, Default::default()).is_some()
+    }
+
     /// The same by kernels of the device, if the rule is one that it has kernels for.
     fn update_by_kernel(
         &self,
@@ -422,6 +429,12 @@ pub(crate) struct DueStep {
 }
 
 impl DueStep {
+    /// A step that is in a graph.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> Self {
+        DueStep { engine: engine.clone(), at, with_gradient, span: engine.begin_span() }
+    }
+
     pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, span: Begun) -> Self {
         let state = engine.state.lock();
         let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();

@@ -290,6 +290,12 @@ impl GradReducePipeline {
         (0..self.units.len()).filter(|&unit| self.units[unit].in_use).collect()
     }
 
+    /// The stream of the outer ranks' reductions, if there are any.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "asked for when a step is captured"))]
+    pub(crate) fn outer_stream(&self) -> Option<Arc<dyn Stream>> {
+        self.options.outer.as_ref().map(|outer| outer.stream.clone())
+    }
+
     /// What was reduced last, where the model keeps no main gradients, unless it was taken already.
     pub(crate) fn take_reduced(&mut self) -> Option<ReducedUnit> {
         self.reduced.take()

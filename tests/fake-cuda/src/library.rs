@@ -50,7 +50,11 @@ pub fn control() -> &'static Control {
         // Its streams and threads last as long as the process.
         let library: &'static Library = Box::leak(Box::new(library));
         let take_names: extern "C" fn() -> bool = find(library, "fake_cuda_take_names");
-        assert!(take_names(), "another libcuda.so or libnccl.so is loaded in place of the fake one");
+        assert!(
+            take_names(),
+            "another libcuda.so or libnccl.so is loaded in place of the fake one, or the program is linked with one: with \
+             candle's CUDA tensors, tests run by `.ci/cuda`"
+        );
         Control {
             reset: find(library, "fake_cuda_reset"),
             report: find(library, "fake_cuda_report"),

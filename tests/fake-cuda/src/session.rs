@@ -42,6 +42,7 @@ pub struct Usage {
 /// it, so drop what owns contexts, streams and memory first: declare the session before it.
 pub struct Session {
     _alone: MutexGuard<'static, ()>,
+    ended: bool,
 }
 
 impl Session {
@@ -56,7 +57,7 @@ impl Session {
             Schedule::Earliest => (0, 2),
         };
         (control().reset)(seed, mode);
-        Session { _alone: alone }
+        Session { _alone: alone, ended: false }
     }
 
     /// Starts anew, with the kernels of candle and of `fsdp-kernels` registered: what candle's CUDA tensors and the
@@ -100,6 +101,13 @@ impl Session {
         let findings = self.findings();
         (control().clear_report)();
         findings
+    }
+
+    /// Ends the session, and returns what was found and nobody took, leaks included: for a test that expects them.
+    pub fn end(mut self) -> Vec<Finding> {
+        self.ended = true;
+        (control().report_leaks)();
+        self.take_findings()
     }
 
     /// Takes the findings. Panics unless there are some, all of `kind`, one of which contains `text`.
@@ -159,6 +167,9 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
         (control().report_leaks)();
         let findings = self.findings();
         if !std::thread::panicking() {

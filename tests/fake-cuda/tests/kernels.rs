@@ -1,10 +1,14 @@
 //! Launches run as the functions that a test registers, on the memory that they say they use.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use cudarc::driver::{CudaContext, CudaStream, DriverError, LaunchConfig, PushKernelArg};
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{
+    CudaContext, CudaStream, DevicePtrMut, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+};
 use cudarc::nvrtc::Ptx;
-use fake_cuda::{Access, Kind, Schedule, Session};
+use fake_cuda::{Access, Kind, Schedule, Session, register_fsdp_kernels};
+use fsdp_kernels::{Args, Dtype, FillArgs, fill, host};
 
 const N: usize = 300;
 
@@ -109,4 +113,80 @@ fn an_impossible_shape_or_an_unknown_kernel_is_refused() -> Result<(), DriverErr
     assert!(unsafe { launch.launch(shape) }.is_err());
     session.expect(Kind::Misuse, "which no device runs");
     Ok(())
+}
+
+#[test]
+fn a_kernel_knows_what_the_host_has_copied_to_where_a_parameter_points() -> Result<(), DriverError> {
+    let session = Session::new(Schedule::Latest);
+    let known = Arc::new(Mutex::new(Vec::new()));
+    let seen = known.clone();
+    session.kernel(
+        "shaped",
+        &[8, 8],
+        move |launch| {
+            seen.lock().expect("nothing panics").push(launch.uploaded::<u64>(0));
+            vec![Access::read(launch.param(0), 16)]
+        },
+        |_| {},
+    );
+    let (context, stream) = setup()?;
+    let shaped = context.load_module(Ptx::from_src(Session::image(["shaped"])))?.load_function("shaped")?;
+    let mut shape = stream.clone_htod(&[3u64, 5])?;
+    let launch = |shape: &_| {
+        // SAFETY: the arguments are those of the kernel.
+        unsafe {
+            stream.launch_builder(&shaped).arg(shape).arg(&0u64).launch(LaunchConfig::for_num_elems(1))
+        }?;
+        known
+            .lock()
+            .expect("nothing panics")
+            .drain(..)
+            .next()
+            .ok_or(DriverError(CUresult::CUDA_ERROR_UNKNOWN))
+    };
+    assert_eq!(launch(&shape)?, Some(vec![3, 5]));
+    stream.memcpy_htod(&[7u64, 9], &mut shape)?;
+    assert_eq!(launch(&shape)?, Some(vec![7, 9]));
+    // A part of it is written by something that is known when it runs only.
+    stream.memset_zeros(&mut shape.slice_mut(1..))?;
+    assert_eq!(launch(&shape)?, None);
+    drop(shape);
+    context.synchronize()
+}
+
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Fill(FillArgs);
+
+// SAFETY: the arguments are plain data of C's layout.
+unsafe impl DeviceRepr for Fill {}
+
+#[test]
+fn kernels_that_models_launch_run_as_their_emulation_does() -> Result<(), DriverError> {
+    if !host::available() {
+        eprintln!("skipped: no C++ compiler was found for the emulation");
+        return Ok(());
+    }
+    let session = Session::new(Schedule::Latest);
+    let image = register_fsdp_kernels();
+    let (context, stream) = setup()?;
+    let function = context.load_module(Ptx::from_src(image))?.load_function(fill(Dtype::BF16))?;
+    let mut target = stream.alloc_zeros::<u16>(N)?;
+    let args = {
+        let (to, _guard) = target.device_ptr_mut(&stream);
+        FillArgs { to, len: N as u64 - 1, value: 1.5 }
+    };
+    let shape = args.launch(4).expect("it is not empty");
+    let config = LaunchConfig {
+        grid_dim: (shape.grid[0], shape.grid[1], 1),
+        block_dim: (shape.threads, 1, 1),
+        shared_mem_bytes: shape.shared_bytes,
+    };
+    // SAFETY: the arguments are those of the kernel.
+    unsafe { stream.launch_builder(&function).arg(&Fill(args)).launch(config) }?;
+    assert!(session.pending() > 0, "it has run before anybody waited");
+    let filled = stream.clone_dtoh(&target)?;
+    assert!(filled[..N - 1].iter().all(|x| *x == 0x3fc0) && filled[N - 1] == 0, "{filled:x?}");
+    drop(target);
+    context.synchronize()
 }

@@ -1,13 +1,11 @@
 //! The fake is what cudarc loads, and only programs that ask for it get it.
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::CudaContext;
 use fake_cuda::{Schedule, Session};
 
 #[test]
 fn cudarc_loads_the_fake_under_both_names() {
     let session = Session::new(Schedule::Latest);
-    // SAFETY: loading runs no initialisers.
-    assert!(unsafe { sys::is_culib_present() && cudarc::nccl::sys::is_culib_present() });
     let context = CudaContext::new(3).expect("a context");
     assert_eq!(context.name().expect("a name"), "Fake CUDA device 3");
     assert_eq!(cudarc::nccl::result::get_nccl_version().expect("a version"), 23_007);

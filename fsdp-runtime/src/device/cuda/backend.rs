@@ -1,5 +1,6 @@
 //! A CUDA device as what a rank computes on, beside candle.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -21,6 +22,7 @@ const STAGING: usize = 16 << 20;
 /// Its compute stream is candle's own stream for the device; candle's tensors and flat buffers are ordered by it.
 pub struct CudaBackend {
     tensors: candle_core::Device,
+    cuda: candle_core::CudaDevice,
     device: CudaDevice,
     compute: Arc<CudaStream>,
     /// Page-locked memory on the way to and from the host; made when first needed.
@@ -44,9 +46,9 @@ impl CudaBackend {
         }
         let device = CudaDevice::of(stream, options)?;
         let compute = device.compute("compute");
-        let tensors = candle_core::Device::Cuda(tensors.clone());
         Ok(CudaBackend {
-            tensors,
+            tensors: candle_core::Device::Cuda(tensors.clone()),
+            cuda: tensors.clone(),
             device,
             compute,
             staging: Mutex::default(),
@@ -58,6 +60,11 @@ impl CudaBackend {
     /// Its device, for communicators.
     pub fn device(&self) -> &CudaDevice {
         &self.device
+    }
+
+    /// candle's device of it.
+    pub(crate) fn tensors_on_cuda(&self) -> &candle_core::CudaDevice {
+        &self.cuda
     }
 
     pub(crate) fn stream(&self) -> &Arc<CudaStream> {
@@ -134,6 +141,10 @@ impl Backend for CudaBackend {
             self.compute.copy(held, part)?;
             self.compute.record().synchronize()
         })
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 
     fn kernels(&self) -> Option<&dyn Kernels> {

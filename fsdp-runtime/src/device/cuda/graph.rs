@@ -25,6 +25,12 @@ pub struct CudaWork {
     compute: Arc<CudaStream>,
 }
 
+impl std::fmt::Debug for CudaWork {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaWork on {}", self.compute.device().name())
+    }
+}
+
 // SAFETY: a graph's handles have no thread affinity; the driver's calls on them may be made from any thread, one at a time,
 // which the lock sees to.
 unsafe impl Send for CudaWork {}

@@ -1,7 +1,8 @@
 //! candle's kernels as Rust functions, by the names and with the parameters that they have in `candle-kernels`.
 //!
-//! Of the dtypes those that are trained with: f32, f64, bf16, f16, and u8, u32, i64 where candle has them. Not there are
-//! fp8, quantized matrices, convolutions and images: to look one up is a finding that names it.
+//! Of the dtypes those that are trained with: f32, f64, bf16, f16, and u8, u32, i64 where candle has them. Not there
+//! are fp8, quantized matrices, convolutions, images and what only candle-nn launches: to look one up is a finding that
+//! names it.
 //!
 //! Floats are computed in f64 and rounded once, so a result may differ from a GPU's in the last places.
 

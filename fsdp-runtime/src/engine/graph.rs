@@ -1,0 +1,189 @@
+//! A whole training step as one CUDA graph.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+
+use super::config::GradientScaling;
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use super::optimizer::{DueStep, ShardedOptimizer};
+use crate::device::Stream;
+use crate::device::cuda::{CudaBackend, CudaWork, Steps};
+use crate::error::{Error, Result};
+use crate::optim::{Optimizer, StepInfo};
+use crate::pipeline::Change;
+
+/// A training step that the device does again by itself: every kernel, copy and collective of forward, backward and
+/// optimizer, in one launch. Made by [`ShardedOptimizer::capture`].
+///
+/// It works at the addresses of the step that was captured: a new batch is copied into the tensors that the step read
+/// (`Tensor::slice_set`), and what the step made, its loss apart, is not kept.
+#[derive(Debug)]
+pub struct StepGraph {
+    engine: Arc<Engine>,
+    work: CudaWork,
+    /// One element, of f32.
+    loss: Tensor,
+    /// The units that have gradients in the step.
+    with_gradient: Vec<bool>,
+}
+
+impl<O: Optimizer> ShardedOptimizer<O> {
+    /// Takes two training steps: the first as always, so that all memory is there and the order of units is known, the
+    /// second captured and launched as a graph, which can then be launched for further steps.
+    ///
+    /// `step` runs the forward and the backward of one step, with one or more microbatches, and returns the loss; the
+    /// optimizer's own step is added. All shapes must be the same in every step, and nothing in it may wait for the device
+    /// or bring values from the host: batches, masks and tables are on the device before. Schedules of the learning rate
+    /// and the counts of steps go on as without a graph.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// Before anything is done, [`Error::Config`] if the model is not on a CUDA device, several ranks share one device
+    /// (their streams wait for each other, which a graph of one of them cannot hold; NCCL's collectives it can), the update
+    /// rule has no kernel, gradients are scaled per token or checked, times are traced, or steps are taken in the backward.
+    /// Those of `step`; [`Error::Usage`] with the reason if it cannot be captured: the first step counts, the second has not
+    /// happened.
+    pub fn capture<M>(
+        &mut self,
+        model: &mut Fsdp<M>,
+        mut step: impl FnMut(&Fsdp<M>) -> Result<Tensor>,
+    ) -> Result<StepGraph> {
+        let engine = model.engine().clone();
+        self.check(&engine)?;
+        let backend = self.capturable(&engine)?;
+        // Small uploads of candle's kernels, dims and strides, are kept on the device from here on.
+        let tensors = backend.tensors_on_cuda();
+        let _kept = tensors.enable_cuda_graph_htod_cache();
+        drop(step(model)?);
+        self.step(model)?;
+        let loss = Tensor::zeros(1, DType::F32, engine.backend.tensors())?;
+        let sides = engine.side_streams();
+        for stream in sides.iter().chain([&engine.streams.compute]) {
+            stream.record().synchronize()?;
+        }
+        let counts = (self.step_counts(), engine.state.lock().step);
+        let mut with_gradient = Vec::new();
+        backend.set_steps(Steps::Captured);
+        let captured = backend.stream().capture(&sides, || -> Result<()> {
+            let found = step(model)?;
+            loss.slice_set(&found.to_dtype(DType::F32)?.reshape(1)?, 0, 0)?;
+            drop(found);
+            let state = engine.state.lock();
+            with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
+            drop(state);
+            self.step(model)
+        });
+        backend.set_steps(Steps::Taken);
+        let work = match captured {
+            Ok(((), work)) => work,
+            Err(error) => {
+                self.set_step_counts(counts.0);
+                engine.state.lock().step = counts.1;
+                engine.reset_step()?;
+                return Err(Error::Usage(format!("the step cannot be captured as a graph: {error}")));
+            }
+        };
+        let graph = StepGraph { engine: engine.clone(), work, loss, with_gradient };
+        graph.run(backend)?;
+        Ok(graph)
+    }
+
+    /// The backend, if what is configured can be captured.
+    fn capturable<'a>(&self, engine: &'a Engine) -> Result<&'a CudaBackend> {
+        let refuse = |why: &str| Err(Error::Config(format!("a step cannot be captured as a graph: {why}")));
+        let Some(backend) = engine.backend.as_any().downcast_ref::<CudaBackend>() else {
+            return refuse("the model is not on a CUDA device (see `DeviceMesh::on`)");
+        };
+        let config = &engine.config;
+        if engine.comm.size() > 1 && engine.comm.shares_a_process() {
+            return refuse(
+                "its ranks share a device, and wait for each other's streams: give each rank its own",
+            );
+        }
+        if config.scaling == GradientScaling::PerToken {
+            return refuse("gradients are divided by a number of tokens that the host knows");
+        }
+        if config.check_finite {
+            return refuse("`check_finite` has the host look at the outputs of units");
+        }
+        if config.trace {
+            return refuse("`trace` takes the times of single kernels");
+        }
+        if config.step_in_backward {
+            return refuse("with `step_in_backward` units are stepped one by one");
+        }
+        if !self.has_kernels() {
+            return refuse(
+                "the optimizer's rule has no kernel (`Optimizer::kernel_update`) and runs on the host",
+            );
+        }
+        Ok(backend)
+    }
+}
+
+impl StepGraph {
+    /// Takes a step by launching the graph, with the optimizer's present settings; returns the loss, a scalar of f32 that the
+    /// next launch overwrites. Nothing waits for the device.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if model or optimizer are not those of the capture, or a step is under way; those of the device.
+    pub fn launch<M, O: Optimizer>(
+        &self,
+        model: &mut Fsdp<M>,
+        optimizer: &mut ShardedOptimizer<O>,
+    ) -> Result<Tensor> {
+        let engine = &self.engine;
+        if model.engine().id() != engine.id() {
+            return Err(Error::Usage("this graph was captured from another model".into()));
+        }
+        optimizer.check(engine)?;
+        let backend = optimizer.capturable(engine)?;
+        if engine.state.lock().received.contains(&true) {
+            return Err(Error::Usage(
+                "a step has begun: step the optimizer, or forget its gradients with `reset_step`, before a graph is \
+                 launched"
+                    .into(),
+            ));
+        }
+        engine.settle()?;
+        optimizer.count_step();
+        let at = StepInfo { step: optimizer.steps(), grad_scale: 1.0 };
+        let due = DueStep::replayed(engine, at, self.with_gradient.clone());
+        optimizer.count_units(&due);
+        optimizer.note(&due);
+        backend.set_steps(Steps::Replayed);
+        let written = optimizer.update(engine, &due);
+        backend.set_steps(Steps::Taken);
+        written?;
+        self.run(backend)?;
+        engine.weights_changed(Change::Step)?;
+        engine.state.lock().step += 1;
+        Ok(self.loss.reshape(())?)
+    }
+
+    /// The loss of the last launch.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub fn loss(&self) -> Result<Tensor> {
+        Ok(self.loss.reshape(())?)
+    }
+
+    fn run(&self, backend: &CudaBackend) -> Result<()> {
+        backend.copy_tables()?;
+        Ok(self.work.launch(&[])?)
+    }
+}
+
+impl Engine {
+    /// All streams beside the compute stream.
+    fn side_streams(&self) -> Vec<Arc<dyn Stream>> {
+        let outer = self.state.lock().reduce.outer_stream();
+        [self.streams.gather.clone(), self.streams.reduce.clone()].into_iter().chain(outer).collect()
+    }
+}
