@@ -432,7 +432,8 @@ impl DueStep {
     /// A step that is in a graph.
     #[cfg(feature = "cuda")]
     pub(crate) fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> Self {
-        DueStep { engine: engine.clone(), at, with_gradient, span: engine.begin_span() }
+        let span = engine.begin_span("optimizer", &"optimizer".into());
+        DueStep { engine: engine.clone(), at, with_gradient, span }
     }
 
     pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, span: Begun) -> Self {
