@@ -1,6 +1,7 @@
 //! Models that are sharded on CUDA devices train as on the CPU, in whatever order streams run: the fake driver runs each as
 //! late as its waits allow, and finds races, frees of memory in use, and leaks.
 
+mod devices;
 mod graphs;
 mod state;
 mod training;

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use fsdp::prelude::*;
 
 use super::{Model, batch};
-use crate::support::{On, in_schedules};
+use crate::support::{On, in_schedules_with_graphs};
 
 const WIDTH: usize = 6;
 const STEPS: usize = 6;
@@ -74,7 +74,7 @@ fn train(on: On, ranks: usize, config: &FsdpConfig, graph: bool) -> Vec<(Vec<f32
 }
 
 fn compare(on: On, ranks: usize, config: &FsdpConfig, what: &str) {
-    in_schedules(2, |schedule| {
+    in_schedules_with_graphs(2, |schedule| {
         let (graph, plain) = (train(on, ranks, config, true), train(on, ranks, config, false));
         assert_eq!(graph, plain, "{what}, {on:?}, {schedule}");
     });
@@ -140,7 +140,7 @@ fn what_cannot_be_captured_is_refused_with_the_reason() {
         refusal(On::Cpu, 1, &plain, false, false),
         "configuration: a step cannot be captured as a graph: the model is not on a CUDA device (see `DeviceMesh::on`)"
     );
-    in_schedules(0, |_| {
+    in_schedules_with_graphs(0, |_| {
         let said = refusal(On::OneDevice, 2, &plain, false, false);
         assert!(said.contains("its ranks share a device"), "{said}");
         let said = refusal(On::OneDevice, 1, &plain, true, false);

@@ -106,7 +106,7 @@ fn averages_follow_the_weights() {
             ema.update(&model)?;
         }
         let own = weights(&model)?;
-        let averaged = model.with_ema(&mut ema, |model| weights(model))?;
+        let averaged = model.with_ema(&mut ema, weights)?;
         assert_ne!(own, averaged);
         assert_eq!(own, weights(&model)?, "the model has its own weights back");
         Ok(averaged)

@@ -29,7 +29,9 @@ pub(super) struct Kernels {
 }
 
 /// What NVRTC has made in this process, by compute capability: PTX.
-static COMPILED: LazyLock<Mutex<HashMap<(i32, i32), Arc<str>>>> = LazyLock::new(Mutex::default);
+static COMPILED: LazyLock<Mutex<Compiled>> = LazyLock::new(Mutex::default);
+
+type Compiled = HashMap<(i32, i32), Arc<str>>;
 
 impl Kernels {
     pub fn load(context: &Arc<cuda::CudaContext>, image: &KernelImage) -> Result<Kernels, CudaError> {

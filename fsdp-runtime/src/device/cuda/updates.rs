@@ -92,8 +92,11 @@ pub(crate) enum Steps {
 }
 
 impl CudaBackend {
-    /// Sets what calls of [`Kernels::adamw`] do.
+    /// Sets what calls of [`Kernels::adamw`] do. Before a capture the device has done all that it was given.
     pub(crate) fn set_steps(&self, steps: Steps) {
+        if steps == Steps::Captured {
+            self.tables.lock().values_mut().for_each(|table| table.copied = None);
+        }
         *self.steps.lock() = steps;
     }
 

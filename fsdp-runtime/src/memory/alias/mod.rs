@@ -74,11 +74,11 @@ fn tombstone(device: &Device) -> candle_core::Result<Storage> {
 }
 
 /// Puts `storage` under every handle of `tensor` and returns what was there; on failure, `storage` itself.
-fn swap(tensor: &Tensor, storage: Storage) -> Result<Storage, (candle_core::Error, Storage)> {
+fn swap(tensor: &Tensor, storage: Storage) -> Result<Storage, Box<(candle_core::Error, Storage)>> {
     let op = Swap(Mutex::new(storage));
     match tensor.inplace_op1(&op) {
         Ok(()) => Ok(op.0.into_inner()),
-        Err(error) => Err((error, op.0.into_inner())),
+        Err(error) => Err(Box::new((error, op.0.into_inner()))),
     }
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn variable(
     if is_empty(&tensor) {
         return Ok(tensor);
     }
-    swap(&tensor, tombstone(device)?).map_err(|(error, _)| error)?;
+    swap(&tensor, tombstone(device)?).map_err(|failed| failed.0)?;
     debug_assert_eq!(tensor.dtype(), candle_dtype(dtype));
     Ok(tensor)
 }
@@ -114,7 +114,7 @@ pub(crate) fn copy_out(tensor: &Tensor) -> candle_core::Result<Storage> {
     }
     let copy = tensor.detach().force_contiguous()?;
     // Nobody else has a handle to the copy: its storage can be moved out.
-    swap(&copy, tombstone(copy.device())?).map_err(|(error, _)| error)
+    swap(&copy, tombstone(copy.device())?).map_err(|failed| failed.0)
 }
 
 /// What stands under a tensor that has no elements, or gets its storage later.
@@ -172,7 +172,8 @@ impl Aliases {
                 self.installed.push(Installed { tensor: tensor.clone(), slice, tombstone });
                 Ok(())
             }
-            Err((error, alias)) => {
+            Err(failed) => {
+                let (error, alias) = *failed;
                 forget_alias(alias, &slice);
                 Err(error)
             }
