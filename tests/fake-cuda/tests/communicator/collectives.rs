@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use cudarc::driver::CudaContext;
 use fake_cuda::{Schedule, Session};
 use fsdp_runtime::comm::nccl::Sums;
 use fsdp_runtime::comm::{Accumulate, Communicator, Exchange, Gather, Reduce};
@@ -11,15 +12,23 @@ use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
 use half::{bf16, f16};
 
-use super::world::{Outcome, Rank, run, run_on_one_device, tag, values};
+use super::world::{Outcome, Rank, is_real, run, run_on_one_device, tag, values};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
 const RANKS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Elements of a rank's share, one part each: short, of many, none.
 const LENGTHS: [usize; 3] = [5, 70, 0];
 
-/// Runs `body` on all numbers of ranks in all schedules, and gives what the ranks returned to `check`.
+/// Runs `body` on all numbers of ranks in all schedules, and gives what the ranks returned to `check`. On the machine's
+/// devices, once on as many ranks as there are.
 fn everywhere<T: Send>(body: impl Fn(&Rank) -> Outcome<T> + Sync, check: impl Fn(usize, Vec<T>)) {
+    if is_real() {
+        let devices = CudaContext::device_count().expect("there is a driver") as usize;
+        return RANKS
+            .into_iter()
+            .filter(|&ranks| ranks <= devices)
+            .for_each(|ranks| check(ranks, run(ranks, &body)));
+    }
     for schedule in Schedule::all(3) {
         for ranks in RANKS {
             let _session = Session::new(schedule);
