@@ -1,4 +1,7 @@
 //! What ran when: spans of compute, gather and reduce on one clock for all ranks of the process.
+//!
+//! With the feature `cuda-driver` each is an NVTX range, too, recorded or not, where a profiler is attached
+//! (`nsys profile --trace=cuda,nvtx`): in the domain `fsdp`, named `forward layers.3`, the lane being its category.
 
 use std::sync::Arc;
 
@@ -7,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::comm::CommError;
 pub use crate::device::now;
-use crate::device::{Mark, Stream};
+use crate::device::{HostRange, Mark, Stream};
 
 /// One piece of work on one lane.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,10 +48,13 @@ struct Enqueued {
     end: Arc<dyn Mark>,
 }
 
-/// A span that has begun.
+/// A span that has begun. One that is dropped is not recorded.
 pub struct Begun {
+    name: &'static str,
+    unit: Arc<str>,
     issued: u64,
     start: Option<Arc<dyn Mark>>,
+    _range: HostRange,
 }
 
 impl Records {
@@ -72,18 +78,20 @@ impl Tracer {
     }
 
     /// A span of the compute lane begins at the present end of `compute`.
-    pub fn begin(&self, compute: &dyn Stream) -> Begun {
+    pub fn begin(&self, compute: &dyn Stream, name: &'static str, unit: &Arc<str>) -> Begun {
+        let range = HostRange::push("compute", name, unit);
         // A stream that has failed says so where its failure can be told.
-        Begun { issued: now(), start: if self.enabled { compute.mark().ok() } else { None } }
+        let start = if self.enabled { compute.mark().ok() } else { None };
+        Begun { name, unit: unit.clone(), issued: now(), start, _range: range }
     }
 
     /// Records a span that ran on the compute lane until the present end of `compute`.
-    pub fn compute(&self, compute: &dyn Stream, name: &'static str, unit: &Arc<str>, begun: Begun) {
-        if let Some(start) = begun.start
+    pub fn compute(&self, compute: &dyn Stream, begun: Begun) {
+        let Begun { name, unit, issued, start, _range } = begun;
+        if let Some(start) = start
             && let Ok(end) = compute.mark()
         {
-            let span =
-                Span { lane: "compute", name, unit: unit.clone(), issued: begun.issued, start: 0, end: 0 };
+            let span = Span { lane: "compute", name, unit, issued, start: 0, end: 0 };
             self.records.lock().enqueued.push(Enqueued { span, start, end });
         }
     }
@@ -100,6 +108,7 @@ impl Tracer {
         unit: &Arc<str>,
         enqueue: impl FnOnce() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
+        let _range = HostRange::push(lane, name, unit);
         if !self.enabled {
             return enqueue();
         }

@@ -1,6 +1,7 @@
 //! Memory is the formula.
 
 use candle_core::Tensor;
+use fsdp::comm::Registration;
 use fsdp::memory::Category;
 use fsdp::prelude::*;
 
@@ -74,4 +75,24 @@ fn padding_stays_under_a_cache_line_a_parameter_and_rank() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn pools_are_registered_only_where_ranks_are_joined_by_nccl() {
+    on_ranks(2, |world| {
+        for (strategy, refused) in
+            [(Strategy::NoShard, None), (Strategy::default(), Some("not joined by NCCL"))]
+        {
+            let config = FsdpConfig { registration: Some(Registration::Buffer), ..config(strategy) };
+            let model = Dots { units: vec![Dot::zeros(64)] };
+            let sharded = model.fully_shard_with(&world.data_parallel_mesh(), &config);
+            let error = sharded.err().map(|error| error.to_string());
+            match (refused, &error) {
+                (None, None) => {}
+                (Some(words), Some(error)) => assert!(error.contains(words), "{error}"),
+                _ => panic!("{strategy}: {error:?}"),
+            }
+        }
+        Ok(())
+    });
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Removes each wait and each event of the pipelines, one at a time, and sees that a test on the fake driver fails.
+"""Removes each wait and each event of what runs on CUDA streams, one at a time, and sees that a test on the fake driver
+fails: of the pipelines and their pool, of ranks that share a device, of devices, of NCCL.
 
     python3 tests/fake-cuda/mutants.py [FILTER]
 
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "target" / "mutants"
+# Of its own: cargo takes what is built from the copy for the repository's.
+BUILT = ROOT / "target" / "mutants-built"
 RUNTIME = Path("fsdp-runtime/src")
 MAIN = Path("tests/fake-cuda/tests/pipelines")
 
@@ -28,17 +31,29 @@ IN_RUNTIME = [
     RUNTIME / "device/cuda/block.rs",
     RUNTIME / "device/cuda/stream.rs",
 ]
+IN_NCCL = [
+    RUNTIME / "comm/nccl/mod.rs",
+    RUNTIME / "comm/nccl/flight.rs",
+    RUNTIME / "comm/nccl/launch.rs",
+    RUNTIME / "comm/nccl/scratch.rs",
+]
 
 PASSED = 'crate::device::Stream::record(&*crate::device::cpu::ComputeStream::new("passed"))'
 MUTATIONS = [
     # A stream does not wait.
     (re.compile(r"^(\s*).*\.wait\(.*\)\?;$"), r"\1"),
+    (re.compile(r"^(\s*)stream\.wait\(.*\)$"), r"\1Ok(())"),
     (re.compile(r"^(.*)\|event\| self\.streams\.compute\.wait\(event\)\)$"), r"\1|_| Ok(()))"),
     (re.compile(r"^(.*)self\.enqueue\(.waiting for an event.*\)(,)$"), r"\1Ok(())\2"),
     # An event tells nothing.
     (re.compile(r"^(?!.*\.wait\()(.*[ (])[\w.]+\.record\(\)(.*)$"), rf"\1{PASSED}\2"),
+    # The host does not wait: for a device, or until NCCL has done with a call.
+    (re.compile(r"^(\s*).*\.synchronize\(\)\)?\?;$"), r"\1"),
+    (re.compile(r"^(\s*)(?:comm|self)\.settle\(.*\)(\??;?)$"), lambda found: found[1] + ("" if found[2] else "Ok(())")),
+    (re.compile(r"^(\s*.* => )self\.comm\.settle\(.*\)(,)$"), r"\1Ok(())\2"),
     # What a stream uses is not noted.
     (re.compile(r"^(\s*)note_use\(.*$"), r"\1Ok(())"),
+    (re.compile(r"^(\s*)turn\.scratch\.used_until\(.*$"), r"\1"),
 ]
 
 
@@ -55,6 +70,9 @@ def mutants(text):
 
 
 def copy():
+    if not BUILT.exists() and (ROOT / "target/debug").exists():
+        skipped = shutil.ignore_patterns("incremental", "examples")
+        shutil.copytree(ROOT / "target/debug", BUILT / "debug", symlinks=True, ignore=skipped)
     shutil.rmtree(COPY, ignore_errors=True)
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     for name in filter(None, files.stdout.split("\0")):
@@ -74,42 +92,44 @@ def copy():
         path.write_text(text.replace(old, new))
 
 
-def passes():
+def passes(tests):
     """True if the tests pass, False if one fails; an error if a mutant does not compile."""
-    command = ["cargo", "test", "--workspace", "--no-run", "--test", "pipelines", "--test", "device"]
-    command += ["--target-dir", ROOT / "target"]
+    return all(run(test) for test in tests)
+
+
+def run(test):
+    command = ["cargo", "test", "--workspace", "--no-run", "--target-dir", BUILT, "--test", test]
     build = subprocess.run(command, cwd=COPY, capture_output=True, text=True)
     if build.returncode:
         sys.exit(f"a mutant does not compile:\n{build.stderr}")
-    package = COPY / "tests/fake-cuda"
-    for program in re.findall(r"tests/(?:pipelines/main|device)\.rs \((\S+)\)", build.stderr):
-        # The unit tests of what is compiled in are no concern here.
-        command = [program, "--skip", "memory::pool", "--skip", "pipeline::"]
-        try:
-            run = subprocess.run(command, cwd=package, capture_output=True, timeout=300)
-        except subprocess.TimeoutExpired:
-            return False
-        if run.returncode:
-            return False
-    return True
+    # Another package has a test of the name of one of these, as a file.
+    file = {"device": "device.rs"}.get(test, f"{test}/main.rs")
+    program = re.search(rf"tests/{file} \((\S+)\)", build.stderr)[1]
+    # The unit tests of what is compiled in are no concern here.
+    command = [program, "--skip", "memory::pool", "--skip", "pipeline::"]
+    try:
+        return subprocess.run(command, cwd=COPY / "tests/fake-cuda", capture_output=True, timeout=300).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def main():
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     copy()
-    if not passes():
+    if not passes(["communicator", "pipelines", "device"]):
         sys.exit("the tests fail without a mutant")
     survivors, count = [], 0
-    for source in [*IN_TEST, *IN_RUNTIME]:
-        original = (ROOT / source).read_text()
+    for source in [*IN_TEST, *IN_RUNTIME, *IN_NCCL]:
         target = COPY / MAIN / IN_TEST[source] if source in IN_TEST else COPY / source
+        original = target.read_text()
+        tests = ["communicator", "pipelines"] if source in IN_NCCL else ["pipelines", "device", "communicator"]
         for number, line, text in mutants(original):
             where = f"{source.relative_to(RUNTIME)}:{number}"
             if wanted not in where:
                 continue
             target.write_text(text)
             count += 1
-            survived = passes()
+            survived = passes(tests)
             print(f"{'SURVIVED' if survived else 'found':8}  {where}: {line}", flush=True)
             if survived:
                 survivors.append(where)

@@ -1,7 +1,7 @@
 //! What the arguments of collectives must fulfil, whoever carries them out.
 
 use super::call::Call;
-use super::{CommError, Gather, Reduce};
+use super::{CommError, Exchange, Gather, Reduce};
 use crate::device::Slice;
 use crate::spec::Dtype;
 
@@ -65,6 +65,27 @@ impl Caller {
             return Err(self.invalid(call, format!("there is no rank {root} among {} ranks", self.size)));
         }
         Ok(if self.index == root { 0 } else { data.bytes() })
+    }
+
+    /// The same for an all-to-all, which is checked.
+    pub(super) fn all_to_all(&self, call: &Call, parts: &[Exchange]) -> Result<usize, CommError> {
+        let Caller { index, size, .. } = *self;
+        for (i, Exchange { send, recv }) in parts.iter().enumerate() {
+            let wrong = if send.dtype() != recv.dtype() {
+                format!("send is {}, but recv is {}", send.dtype(), recv.dtype())
+            } else if send.len() != recv.len() {
+                format!("recv has {} elements, expected {}, as many as send", recv.len(), send.len())
+            } else if !send.len().is_multiple_of(size) {
+                format!("{} elements cannot be cut into {size} equal chunks, one a rank", send.len())
+            } else if overlap(send, recv) {
+                "send and recv overlap, expected memory apart".to_owned()
+            } else {
+                continue;
+            };
+            return Err(self.invalid(call, format!("part {i}: {wrong}")));
+        }
+        let from_peers = |part: &Exchange| part.recv.bytes() - share(&part.recv, index, size).bytes();
+        Ok(parts.iter().map(from_peers).sum())
     }
 
     /// Checks the ranks of a group that is to be made of this one.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::comm::{Accumulate, Gather, HostOp, Reduce, Tag};
+use crate::comm::{Accumulate, Exchange, Gather, HostOp, Reduce, Tag};
 use crate::device::Slice;
 
 /// Kind of a collective.
@@ -13,6 +13,7 @@ pub(super) enum Op {
     ReduceScatter,
     AllReduce,
     Broadcast { root: usize },
+    AllToAll,
     HostBarrier,
     HostReduce(HostOp),
     HostGather,
@@ -20,11 +21,12 @@ pub(super) enum Op {
 
 impl Op {
     /// Names of the kinds, in the order of [`Op::index`].
-    pub(super) const NAMES: [&str; 7] = [
+    pub(super) const NAMES: [&str; 8] = [
         "all-gather",
         "reduce-scatter",
         "all-reduce",
         "broadcast",
+        "all-to-all",
         "host-barrier",
         "host-reduce",
         "host-gather",
@@ -36,9 +38,10 @@ impl Op {
             Op::ReduceScatter => 1,
             Op::AllReduce => 2,
             Op::Broadcast { .. } => 3,
-            Op::HostBarrier => 4,
-            Op::HostReduce(_) => 5,
-            Op::HostGather => 6,
+            Op::AllToAll => 4,
+            Op::HostBarrier => 5,
+            Op::HostReduce(_) => 6,
+            Op::HostGather => 7,
         }
     }
 
@@ -191,6 +194,21 @@ impl Call {
             device: None,
             patient: false,
             parts: vec![Part { send: side, recv: side, reduction: None }],
+        }
+    }
+
+    pub(super) fn all_to_all(tag: Tag, parts: &[Exchange]) -> Call {
+        Call {
+            op: Op::AllToAll,
+            tag,
+            bytes: parts.iter().map(|part| part.send.bytes()).sum(),
+            notes: Notes::new(),
+            device: None,
+            patient: false,
+            parts: parts
+                .iter()
+                .map(|part| Part { send: Side::of(&part.send), recv: Side::of(&part.recv), reduction: None })
+                .collect(),
         }
     }
 

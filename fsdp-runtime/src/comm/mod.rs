@@ -19,7 +19,8 @@ pub use error::CommError;
 pub(crate) use error::panic_text;
 pub use ledger::Control;
 
-use crate::device::{Slice, Stream};
+use crate::device::{Memory, Slice, Stream};
+use crate::spec::Dtype;
 
 /// Part of the training step a collective belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -93,6 +94,16 @@ pub struct Reduce {
     pub accumulate: Accumulate,
 }
 
+/// One buffer of a grouped all-to-all: `send` and `recv` have the same length, a multiple of `size`, and dtype, and
+/// do not overlap. Chunk r of `send`, of `size` equal ones, goes to rank r, and chunk r of `recv` comes from it.
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    /// What this rank has for each rank.
+    pub send: Slice,
+    /// What each rank has for this one.
+    pub recv: Slice,
+}
+
 /// Reduction of small host values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum HostOp {
@@ -104,11 +115,33 @@ pub enum HostOp {
     Min,
 }
 
+/// Makes a slice of so many zeros, of its own memory.
+pub type Allocate = Arc<dyn Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync>;
+
+/// How memory is registered with a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum Registration {
+    /// As a buffer (`ncclCommRegister`): by each rank for itself.
+    Buffer,
+    /// As a symmetric window (`ncclCommWindowRegister`): by all ranks together, the same sizes in the same order. Needs
+    /// NCCL 2.27.
+    Window,
+}
+
+impl std::fmt::Display for Registration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Registration::Buffer => "buffer",
+            Registration::Window => "window",
+        })
+    }
+}
+
 /// A group of ranks that calls collectives in one common order.
 ///
-/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`) are enqueued on `stream`
-/// and their failure is carried by the stream's next event; the `host_*` ones block. A collective takes its
-/// place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
+/// The asynchronous ones (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all`) are enqueued on
+/// `stream` and their failure is carried by the stream's next event; the `host_*` ones block. A collective takes
+/// its place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
 /// a part is in place. Every rank of the group must make the same calls in the same order with the same tags
 /// and sizes; if one does not, panics, returns early or is late beyond the time-out, every rank gets a
 /// [`CommError`] that says which.
@@ -146,6 +179,13 @@ pub trait Communicator: Send + Sync {
     /// Rank `root`'s `data` for all.
     fn broadcast(&self, stream: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError>;
 
+    /// Exchanges all `parts` in one grouped launch: each rank has a chunk for every rank, itself included.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if a part's sides differ in length or dtype, cannot be cut into one chunk a rank, or
+    /// overlap.
+    fn all_to_all(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError>;
+
     /// Blocks until all ranks have reached it.
     fn host_barrier(&self, tag: Tag) -> Result<(), CommError>;
 
@@ -159,6 +199,30 @@ pub trait Communicator: Send + Sync {
     /// such as writing to a slow disk. A rank that fails or returns early still ends it.
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.host_gather(tag, bytes)
+    }
+
+    /// Has `allocate` make the buffers that this communicator needs for itself, and those that are made of it from now on:
+    /// so they are counted. They must be on the device of its streams, zero in the order of the device's compute stream.
+    /// Those that need none, such as communicators of the host, never call it.
+    fn allocate_by(&self, _allocate: Allocate) {}
+
+    /// Memory whose slices [`Communicator::register`] takes; `None` if it takes none.
+    fn registrable(&self) -> Option<Arc<dyn Memory>> {
+        None
+    }
+
+    /// Registers memory that collectives use again and again: the ranks then need no buffers of their own on the way, where
+    /// the links between them allow for that. The communicator keeps the memory until it ends itself. It is optional, and
+    /// of duplicates each has to register for itself. All ranks must call it, in the same order among their collectives,
+    /// as many slices of the same lengths; it blocks until they have.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if a slice is not of [`Communicator::registrable`], or the communicator registers nothing;
+    /// those of [`Communicator::host_barrier`] and of the backend.
+    fn register(&self, _slices: &[Slice], _how: Registration) -> Result<(), CommError> {
+        let message =
+            "memory cannot be registered with this communicator: those by NCCL register memory".to_owned();
+        Err(CommError::Invalid { rank: self.rank(), message })
     }
 
     /// Says in what state this rank is, in words: all ranks of the group must say the same at the same place among

@@ -15,6 +15,8 @@ pub mod cpu;
 pub mod cuda;
 mod elementwise;
 mod memory;
+#[cfg(not(feature = "cuda-driver"))]
+mod range;
 mod stream;
 mod widen;
 
@@ -23,7 +25,11 @@ pub use average::move_average;
 pub use backend::{AdamWRun, AdamWScalars, Backend, CpuBackend, Kernels};
 pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
 pub use clock::now;
+#[cfg(feature = "cuda-driver")]
+pub(crate) use cuda::HostRange;
 pub use elementwise::{Elementwise, Fill, cast, fill, move_towards, scale, swap};
 pub use memory::{Block, HostMemory, Memory};
+#[cfg(not(feature = "cuda-driver"))]
+pub(crate) use range::HostRange;
 pub use stream::{Event, Mark, Stream, Work};
 pub use widen::{read_f32, update_f32};

@@ -31,7 +31,7 @@ pub(crate) fn fingerprint(
         format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
         format!("{:?} scaling", config.scaling),
         format!("prefetch {}, gather budget {:?}", config.prefetch, config.gather_budget),
-        format!("double buffer {}", config.double_buffer),
+        format!("double buffer {}, registration {:?}", config.double_buffer, config.registration),
         format!("{:?} recomputation", config.recompute),
         format!("seed {}", config.seed),
         format!("check finite {}, strict gradients {}", config.check_finite, config.strict_gradients),

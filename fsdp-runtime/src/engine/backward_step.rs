@@ -73,7 +73,7 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
             self.agree(&engine, |lines| lines)?;
         }
         let at = StepInfo { step: self.steps() + 1, grad_scale: 1.0 };
-        let span = engine.begin_span();
+        let span = engine.begin_span("optimizer", &"optimizer".into());
         let shared = self.share();
         engine.state.lock().unit_step = Some(Box::new(move |engine, reduced| {
             for (group, grads) in &reduced.grads {

@@ -1,5 +1,6 @@
 //! How a model is sharded and trained.
 
+use crate::comm::Registration;
 use crate::layout::ShardAlignment;
 use crate::spec::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy};
 
@@ -53,6 +54,10 @@ pub struct FsdpConfig {
     pub gather_budget: Option<usize>,
     /// Keep the two pool buffers of a shape class allocated; otherwise they come and go.
     pub double_buffer: bool,
+    /// Register the pool buffers with NCCL, which then needs no buffers of its own on the way where the links between the
+    /// ranks allow for that. They are allocated at once, by NCCL, each in whole pages of 2 MiB. Needs `double_buffer`, for
+    /// addresses that are stable, and ranks that are joined by NCCL; without effect with strategies that have no pool.
+    pub registration: Option<Registration>,
     /// Elements after which a bucket of root parameters is closed; `None` for one bucket a group.
     pub bucket_size: Option<usize>,
     /// Seed of the initial weights.
@@ -87,6 +92,7 @@ impl Default for FsdpConfig {
             prefetch: 1,
             gather_budget: None,
             double_buffer: true,
+            registration: None,
             bucket_size: None,
             seed: 0,
             check_finite: false,

@@ -238,12 +238,12 @@ impl Engine {
     }
 
     /// A span of computation begins.
-    pub(crate) fn begin_span(&self) -> Begun {
-        self.tracer.begin(&*self.streams.compute)
+    pub(crate) fn begin_span(&self, name: &'static str, unit: &Arc<str>) -> Begun {
+        self.tracer.begin(&*self.streams.compute, name, unit)
     }
 
-    pub(crate) fn end_span(&self, name: &'static str, unit: &Arc<str>, begun: Begun) {
-        self.tracer.compute(&*self.streams.compute, name, unit, begun);
+    pub(crate) fn end_span(&self, begun: Begun) {
+        self.tracer.compute(&*self.streams.compute, begun);
     }
 
     pub(crate) fn tag(&self, what: &str, phase: Phase) -> Tag {

@@ -139,7 +139,7 @@ impl<M> Fsdp<M> {
     {
         let engine = &self.engine;
         let root = engine.begin_forward()?;
-        let span = engine.begin_span();
+        let span = engine.begin_span("model forward", &engine.units[ROOT].path);
         let frame = Frame {
             engine: engine.clone(),
             unit: ROOT,
@@ -151,7 +151,7 @@ impl<M> Fsdp<M> {
             borrowed: Default::default(),
         };
         let output = self.module.forward(input, context, &frame.scope());
-        engine.end_span("model forward", &engine.units[ROOT].path, span);
+        engine.end_span(span);
         let ended = engine.end_forward(root, training, output.is_ok());
         let output = output.map_err(|error| {
             let error = engine.note_unit_failure(ROOT, Phase::Forward, error);
@@ -209,7 +209,7 @@ impl<M> Fsdp<M> {
 
     fn backward_locked(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
-        let span = engine.begin_span();
+        let span = engine.begin_span("model backward", &engine.units[ROOT].path);
         if loss.track_op() {
             let mut grads = loss.backward().map_err(|error| {
                 let error = engine.note_unit_failure(ROOT, Phase::Backward, error);
@@ -217,7 +217,7 @@ impl<M> Fsdp<M> {
             })?;
             engine.collect_gradients(ROOT, &[], &mut grads)?;
         }
-        engine.end_span("model backward", &engine.units[ROOT].path, span);
+        engine.end_span(span);
         engine.end_backward()
     }
 

@@ -234,7 +234,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             engine.report_missing_gradients()?;
         }
         self.count_step();
-        let span = engine.begin_span();
+        let span = engine.begin_span("optimizer", &"optimizer".into());
         let grad_scale = engine.state.lock().grad_scale;
         let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, span);
         self.count_units(&due);
@@ -432,7 +432,8 @@ impl DueStep {
     /// A step that is in a graph.
     #[cfg(feature = "cuda")]
     pub(crate) fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> Self {
-        DueStep { engine: engine.clone(), at, with_gradient, span: engine.begin_span() }
+        let span = engine.begin_span("optimizer", &"optimizer".into());
+        DueStep { engine: engine.clone(), at, with_gradient, span }
     }
 
     pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, span: Begun) -> Self {
@@ -454,7 +455,7 @@ impl DueStep {
         state.forget_factors();
         state.step += 1;
         drop(state);
-        engine.end_span("optimizer", &"optimizer".into(), self.span);
+        engine.end_span(self.span);
         Ok(())
     }
 }

@@ -95,7 +95,8 @@ impl<M> Fsdp<M> {
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers
     /// (AdamW: 2); an [`OwnerOptimizer`](super::OwnerOptimizer)'s are not a multiple of the shard. Averages of
-    /// the weights and steps that need whole parameters are listed if there have been any. Local.
+    /// the weights, steps that need whole parameters and what communicators sum in are listed if there have been any; of the
+    /// last the figure is its own peak. Local.
     pub fn memory(&self, state_buffers: usize) -> Vec<MemoryReport> {
         let plan = self.memory_plan();
         let buckets = self.layout().buckets.iter().filter(|bucket| bucket.key.requires_grad);
@@ -122,12 +123,16 @@ impl<M> Fsdp<M> {
                 Category::OwnerStep => owner_step,
                 Category::WeightAverage => plan.optimizer_state,
                 Category::Snapshot => snapshot(state_buffers),
+                // How they sum is theirs to choose.
+                Category::Collectives => usage.peak as u64,
             };
             MemoryReport { usage, formula }
         };
         let listed = |usage: &Usage| {
-            let optional =
-                matches!(usage.category, Category::OwnerStep | Category::WeightAverage | Category::Snapshot);
+            let optional = matches!(
+                usage.category,
+                Category::OwnerStep | Category::WeightAverage | Category::Snapshot | Category::Collectives
+            );
             !optional || usage.peak > 0
         };
         self.engine().account.report().into_iter().filter(listed).map(report).collect()

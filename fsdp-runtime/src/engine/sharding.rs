@@ -19,7 +19,7 @@ use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
-use crate::memory::{Account, variable};
+use crate::memory::{Account, Category, variable};
 use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{
     AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
@@ -106,6 +106,9 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let strategy = strategy_in_force(config, mesh.topology());
     let placement = Placement { strategy, rank: shard_comm.rank(), outer_rank: outer_comm.rank() };
     let account = Account::new(backend.memory());
+    for comm in [&comm, &shard_comm, &outer_comm] {
+        comm.allocate_by(account.allocator(Category::Collectives));
+    }
     let streams = Streams {
         compute: backend.compute(),
         gather: backend.side(format!("rank{rank}/all-gather"))?,
@@ -136,7 +139,11 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         layout,
         slots,
     };
-    let (gather, reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts)?);
+    let (mut gather, mut reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts)?);
+    if let Some(how) = config.registration {
+        gather.register_pool(how)?;
+        reduce.register_pool(how)?;
+    }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
         if !cell.bind(&engine, index + 1)? {

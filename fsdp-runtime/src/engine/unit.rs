@@ -304,7 +304,7 @@ where
 {
     /// Runs the module; the unit must be unsharded.
     fn forward(&self, input: &I, track: bool, name: &'static str) -> Result<(O, Vec<Param>)> {
-        let span = self.engine.begin_span();
+        let span = self.engine.begin_span(name, &self.engine.units[self.unit].path);
         let frame = Frame {
             engine: self.engine.clone(),
             unit: self.unit,
@@ -322,7 +322,7 @@ where
         if self.engine.config.check_finite {
             self.check_finite(&output)?;
         }
-        self.engine.end_span(name, &self.engine.units[self.unit].path, span);
+        self.engine.end_span(span);
         Ok((output, frame.borrowed.into_inner()))
     }
 
@@ -451,7 +451,7 @@ where
             Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
         };
         engine.open_gradients(run.unit).map_err(fail)?;
-        let span = engine.begin_span();
+        let span = engine.begin_span("backward", &engine.units[run.unit].path);
         let inner = || {
             let mut grads = seed(&graph.output, grad)?.backward()?;
             engine.collect_gradients(run.unit, &graph.borrowed, &mut grads)?;
@@ -468,7 +468,7 @@ where
             (_, grad) => grad,
         };
         drop(graph);
-        engine.end_span("backward", &engine.units[run.unit].path, span);
+        engine.end_span(span);
         drop(guard);
         expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
         Ok(input_grad)

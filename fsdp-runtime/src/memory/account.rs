@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::Serialize;
 
-use crate::comm::CommError;
+use crate::comm::{Allocate, CommError};
 use crate::device::{HostMemory, Memory, Slice};
 use crate::spec::Dtype;
 
@@ -31,11 +31,13 @@ pub enum Category {
     WeightAverage,
     /// Copies that are being saved in the background.
     Snapshot,
+    /// What communicators sum in, where a sum is added to its destination or widened.
+    Collectives,
 }
 
 impl Category {
     /// All of them, in the order of reports.
-    pub const ALL: [Category; 9] = [
+    pub const ALL: [Category; 10] = [
         Category::ModelWeights,
         Category::MainWeights,
         Category::MainGrads,
@@ -45,6 +47,7 @@ impl Category {
         Category::OwnerStep,
         Category::WeightAverage,
         Category::Snapshot,
+        Category::Collectives,
     ];
 
     /// Name in tables and metrics.
@@ -59,6 +62,7 @@ impl Category {
             Category::OwnerStep => "owner_step",
             Category::WeightAverage => "weight_average",
             Category::Snapshot => "snapshot",
+            Category::Collectives => "collectives",
         }
     }
 }
@@ -84,7 +88,7 @@ struct Counter {
 #[derive(Clone, Debug)]
 pub struct Account {
     memory: Arc<dyn Memory>,
-    counters: Arc<[Counter; 9]>,
+    counters: Arc<[Counter; 10]>,
 }
 
 impl Default for Account {
@@ -97,6 +101,17 @@ impl Account {
     /// An account of buffers in `memory`.
     pub fn new(memory: Arc<dyn Memory>) -> Self {
         Account { memory, counters: Arc::default() }
+    }
+
+    /// The same account, whose buffers are in other memory.
+    pub fn in_memory(&self, memory: Arc<dyn Memory>) -> Account {
+        Account { memory, counters: self.counters.clone() }
+    }
+
+    /// Makes buffers that are counted under `category`, for [`Communicator::allocate_by`](crate::comm::Communicator::allocate_by).
+    pub fn allocator(&self, category: Category) -> Allocate {
+        let account = self.clone();
+        Arc::new(move |dtype, len| account.allocate(category, dtype, len))
     }
 
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Account, Category};
 use crate::comm::CommError;
-use crate::device::{Event, Slice, Stream};
+use crate::device::{Event, Memory, Slice, Stream};
 use crate::spec::Dtype;
 
 /// Dtype and elements of each buffer of a unit: units with equal shapes share slots.
@@ -78,6 +78,42 @@ impl Pool {
             })
             .collect();
         Pool { account, category, classes, class_of_unit, keep, clock: 0 }
+    }
+
+    /// Whether no unit needs a buffer.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.classes.is_empty()
+    }
+
+    /// Whether the addresses of the slots are stable once they are allocated.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.keep
+    }
+
+    /// Allocates all slots now, in `memory`, whatever else the pool's buffers are in. To be called before the first use.
+    ///
+    /// # Errors
+    /// Those of [`Account::allocate`].
+    pub(crate) fn settle(&mut self, memory: Arc<dyn Memory>) -> Result<(), CommError> {
+        let account = self.account.in_memory(memory);
+        for class in &mut self.classes {
+            for slot in &mut class.slots {
+                slot.buffers = Some(allocate(&account, self.category, &class.shapes)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Buffers of the slots that `units` draw from, as far as they are allocated, in an order that is the same on ranks
+    /// that have made the same pool.
+    pub(crate) fn buffers_of(&self, units: impl Fn(usize) -> bool) -> Vec<Slice> {
+        let drawn = |class: usize| {
+            let mut all = self.class_of_unit.iter().enumerate();
+            all.any(|(unit, of)| *of == Some(class) && units(unit))
+        };
+        let classes = self.classes.iter().enumerate().filter(|(index, _)| drawn(*index));
+        let slots = classes.flat_map(|(_, class)| &class.slots);
+        slots.flat_map(|slot| slot.buffers.iter().flatten().cloned()).collect()
     }
 
     /// Takes an idle slot for `unit`. Work on `stream` that is enqueued from now on may write its buffers.
@@ -175,6 +211,20 @@ mod tests {
         let (mut pool, _) = pool(true);
         assert!(pool.acquire(4, &*ComputeStream::new("compute")).unwrap().is_none());
         assert!(pool.fallback(4).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_pool_that_is_settled_allocates_no_more() {
+        let (mut pool, account) = pool(true);
+        pool.settle(Arc::new(crate::device::HostMemory)).unwrap();
+        let whole = (32 * 2 + 2 * 64 * 4, pool.buffers_of(|unit| unit == 3));
+        assert_eq!((account.usage(Category::GatherPool).current, whole.1.len()), (whole.0, 2));
+        let stream = ComputeStream::new("compute");
+        for unit in [1, 2] {
+            let (_, buffers) = pool.acquire(unit, &*stream).unwrap().unwrap();
+            assert!(whole.1.iter().any(|known| known.as_ptr() == buffers[0].as_ptr()));
+        }
+        assert_eq!(account.usage(Category::GatherPool).peak, whole.0);
     }
 
     #[test]

@@ -10,9 +10,10 @@
 
 use std::sync::Arc;
 
+use super::registration::{register, settle};
 use super::{Moment, Order, Streams};
 use crate::buffer::GroupBuffers;
-use crate::comm::{CommError, Communicator, Gather};
+use crate::comm::{CommError, Communicator, Gather, Registration};
 use crate::device::{Event, Fill, Slice, cast, fill};
 use crate::memory::{Account, Category, Pool, SlotId};
 use crate::spec::Strategy;
@@ -181,6 +182,31 @@ impl AllGatherPipeline {
         };
         pipeline.mark_stale(Change::Loaded(None));
         pipeline
+    }
+
+    /// Has the slots of the pool in memory that stays, registered with the communicators that gather into them. To be
+    /// called on all ranks before the first gather.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] if the slots come and go or the communicator registers nothing; those of
+    /// [`Communicator::register`].
+    pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
+        settle(&mut self.pool, &*self.comm)?;
+        register(&self.pool, &*self.comm, how, |_| true)?;
+        let mut known: Vec<&Arc<dyn Communicator>> = Vec::new();
+        for unit in &self.units {
+            let Reshard::Within(neighbours) = &unit.reshard else { continue };
+            if known.iter().any(|known| Arc::ptr_eq(known, neighbours)) {
+                continue;
+            }
+            known.push(neighbours);
+            let within = |unit: usize| match &self.units[unit].reshard {
+                Reshard::Within(other) => Arc::ptr_eq(neighbours, other),
+                Reshard::Always | Reshard::Never => false,
+            };
+            register(&self.pool, &**neighbours, how, within)?;
+        }
+        Ok(())
     }
 
     /// The unit's full weights, one slice a group, valid on the compute stream from now until

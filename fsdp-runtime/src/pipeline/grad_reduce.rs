@@ -9,9 +9,10 @@
 
 use std::sync::Arc;
 
+use super::registration::{register, settle};
 use super::{Moment, Streams};
 use crate::buffer::GroupBuffers;
-use crate::comm::{Accumulate, CommError, Communicator, Gather, Reduce};
+use crate::comm::{Accumulate, CommError, Communicator, Gather, Reduce, Registration};
 use crate::device::{Event, Fill, Slice, Stream, cast, fill};
 use crate::memory::{Account, Category, Pool, SlotId};
 use crate::spec::{Dtype, OuterStrategy, Strategy};
@@ -155,6 +156,16 @@ impl GradReducePipeline {
             last_outer: None,
             held_back: false,
         }
+    }
+
+    /// Has the buckets of the pool in memory that stays, registered with the communicator that reduces them. To be called
+    /// on all ranks before the first reduction.
+    ///
+    /// # Errors
+    /// As for [`AllGatherPipeline::register_pool`](super::AllGatherPipeline::register_pool).
+    pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
+        settle(&mut self.pool, &*self.comm)?;
+        register(&self.pool, &*self.comm, how, |_| true)
     }
 
     /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket

@@ -4,6 +4,7 @@
 mod all_gather;
 mod grad_reduce;
 mod order;
+mod registration;
 
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fsdp_runtime::comm::{Accumulate, CommError, Communicator, Gather, HostOp, Reduce};
+use fsdp_runtime::comm::{Accumulate, CommError, Communicator, Exchange, Gather, HostOp, Reduce};
 use fsdp_runtime::device::cpu::{ComputeStream, CpuStream};
 use fsdp_runtime::device::{Element, Slice, Stream};
 use fsdp_runtime::launch::local;
@@ -219,6 +219,32 @@ fn broadcast_gives_all_the_roots_data() {
     });
 }
 
+fn exchanges<T: Value>() {
+    on_all(|comm, stream| {
+        let (rank, ranks) = (comm.rank(), comm.size());
+        let part = |len: usize| Exchange {
+            send: slice(vector::<T>(rank, ranks * len)),
+            recv: slice(vec![T::new(f32::NAN); ranks * len]),
+        };
+        let parts = LENGTHS.map(part);
+        comm.all_to_all(stream, tag("tokens", 0), parts.to_vec())?;
+        stream.record().synchronize()?;
+        for (len, Exchange { send, recv }) in LENGTHS.into_iter().zip(&parts) {
+            let chunk = |peer| (rank * len..(rank + 1) * len).map(move |i| x(peer, i));
+            assert_eq!(values::<T>(recv), (0..ranks).flat_map(chunk).collect::<Vec<T>>());
+            assert_eq!(values::<T>(send), vector::<T>(rank, ranks * len), "send is only read");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn all_to_all_transposes_chunks_and_ranks() {
+    exchanges::<f32>();
+    exchanges::<bf16>();
+    exchanges::<f16>();
+}
+
 #[test]
 fn host_values_are_reduced_in_rank_order() {
     on_all(|comm, _| {
@@ -263,7 +289,8 @@ fn counters_count_calls_and_bytes_from_peers() {
         duplicate.all_gather(&*stream, tag("u", 0), vec![gather.clone(), gather])?;
         comm.reduce_scatter(&*stream, tag("u", 0), vec![reduce])?;
         comm.all_reduce(&*stream, tag("u", 0), vec![(whole.clone(), 1.0)])?;
-        comm.broadcast(&*stream, tag("u", 0), whole, 1)?;
+        comm.broadcast(&*stream, tag("u", 0), whole.clone(), 1)?;
+        comm.all_to_all(&*stream, tag("u", 0), vec![Exchange { send: whole, recv: slice([0f32; 40]) }])?;
         comm.host_reduce(tag("u", 0), HostOp::Sum, &mut [0.0; 2])?;
         comm.host_gather(tag("u", 0), vec![0; world.rank()])?;
         comm.host_barrier(tag("u", 0))?;
@@ -279,6 +306,7 @@ fn counters_count_calls_and_bytes_from_peers() {
             ("reduce-scatter", 1, 120),
             ("all-reduce", 1, 240),
             ("broadcast", 1, broadcast),
+            ("all-to-all", 1, 120),
             ("host-barrier", 1, 0),
             ("host-reduce", 1, 48),
             ("host-gather", 1, gathered),
@@ -287,7 +315,7 @@ fn counters_count_calls_and_bytes_from_peers() {
     assert_eq!(counters, [expected(160, 6), expected(0, 5), expected(160, 4), expected(160, 3)]);
 }
 
-/// One of four collectives on `len` elements a rank, checked against its exact result when it is done.
+/// One of five collectives on `len` elements a rank, checked against its exact result when it is done.
 fn scheduled(
     comm: &dyn Communicator,
     stream: &dyn Stream,
@@ -320,6 +348,13 @@ fn scheduled(
             let expected: Vec<f32> = (0..ranks * len).map(sums).collect();
             Box::new(move || assert_eq!(values::<f32>(&whole), expected))
         }
+        3 => {
+            let recv = slice(vec![0f32; ranks * len]);
+            comm.all_to_all(stream, tag, vec![Exchange { send: whole, recv: recv.clone() }])?;
+            let expected: Vec<f32> =
+                (0..ranks).flat_map(|r| vector(r, ranks * len)[rank * len..][..len].to_vec()).collect();
+            Box::new(move || assert_eq!(values::<f32>(&recv), expected))
+        }
         _ => {
             let root = round % ranks;
             comm.broadcast(stream, tag, whole.clone(), root)?;
@@ -350,7 +385,7 @@ fn random_schedules_with_a_sleepy_rank_are_exact() {
             let stream = CpuStream::spawn(format!("rank{}/side", world.rank()));
             let mut checks = Vec::new();
             for round in 0..60 {
-                let (kind, len) = (random.below(4), random.below(300) as usize);
+                let (kind, len) = (random.below(5), random.below(300) as usize);
                 let (sleeper, nap) = (random.below(ranks as u64) as usize, random.below(4) == 0);
                 if nap && sleeper == world.rank() {
                     stream.submit(Box::new(|| {

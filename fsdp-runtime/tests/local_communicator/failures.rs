@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use fsdp_runtime::comm::{Accumulate, CommError, Communicator, Gather, HostOp, Phase, Reduce, Tag};
+use fsdp_runtime::comm::{Accumulate, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Tag};
 use fsdp_runtime::device::Stream;
 use fsdp_runtime::device::cpu::{ComputeStream, CpuStream};
 use fsdp_runtime::launch::{LaunchError, Launcher, RankEnd, World, local};
@@ -105,6 +105,22 @@ fn ranks_with_different_sizes_are_told_which_part() {
 }
 
 /// Both ranks reduce; `change` makes rank 1 differ.
+#[test]
+fn ranks_that_exchange_chunks_of_different_sizes_are_told_which_part() {
+    let (errors, _) = fails(2, |world| {
+        let stream = CpuStream::spawn(format!("rank{}/side", world.rank()));
+        let part = |len: usize| Exchange { send: slice(vec![0f32; len]), recv: slice(vec![0f32; len]) };
+        let parts = vec![part(4), part([2, 8][world.rank()])];
+        world.communicator().all_to_all(&*stream, tag("tokens", 3), parts)?;
+        stream.record().synchronize()
+    });
+    all_same(
+        &errors,
+        "collective #1 of channel `world` differs: rank 0 is in all-to-all of unit `tokens` (forward, step 3, 24 B), \
+         rank 1 in all-to-all of unit `tokens` (forward, step 3, 48 B): part 1 is 2 x f32 on rank 0, 8 x f32 on rank 1",
+    );
+}
+
 fn differing_reduce(change: impl Fn(&mut Tag, &mut Vec<Reduce>) + Sync) -> String {
     let (errors, _) = fails(2, |world| {
         let mut tag = tag("u", 0);
@@ -384,6 +400,23 @@ fn arguments_that_do_not_fit_are_errors() {
     let send = f32s(8);
     assert!(
         reduce(send.clone(), send.range(2..6)).ends_with("without being its part of rank 1, elements 4..8")
+    );
+
+    let exchange = |send, recv| {
+        let part = Exchange { send, recv };
+        invalid(move |comm, stream| comm.all_to_all(stream, tag("u", 0), vec![part.clone()]))
+    };
+    assert_eq!(
+        exchange(f32s(8), f32s(6)),
+        "rank 1: all-to-all of unit `u` (forward, step 0, 32 B): part 0: recv has 6 elements, expected 8, as many as \
+         send"
+    );
+    assert!(exchange(bf16s(8), f32s(8)).ends_with("part 0: send is bf16, but recv is f32"));
+    assert!(exchange(f32s(7), f32s(7)).ends_with("7 elements cannot be cut into 2 equal chunks, one a rank"));
+    let whole = f32s(12);
+    assert!(
+        exchange(whole.range(0..8), whole.range(4..12)).ends_with("overlap, expected memory apart"),
+        "it is never in place"
     );
 
     let error = invalid(|comm, stream| comm.broadcast(stream, tag("u", 0), f32s(7), 2));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fsdp_runtime::comm::{Communicator, DeviceMesh, HostOp};
+use fsdp_runtime::comm::{Communicator, DeviceMesh, Exchange, HostOp};
 use fsdp_runtime::device::Slice;
 use fsdp_runtime::device::cpu::ComputeStream;
 use fsdp_runtime::mesh::MeshDim;
@@ -93,8 +93,14 @@ fn calls_and_bytes_are_counted() {
 fn streams_have_no_collectives() {
     run(1, |world| {
         let (stream, data) = (ComputeStream::new("compute"), Slice::zeros(Dtype::F32, 4, None));
-        let error = world.communicator().broadcast(&*stream, tag("a"), data, 0).err().ok_or("an error")?;
-        assert!(error.to_string().ends_with("make a `NcclComm` on this"), "{error}");
+        let comm = world.communicator();
+        let exchange = Exchange { send: data.clone(), recv: data.clone() };
+        for refused in
+            [comm.broadcast(&*stream, tag("a"), data, 0), comm.all_to_all(&*stream, tag("a"), vec![exchange])]
+        {
+            let error = refused.err().ok_or("an error")?;
+            assert!(error.to_string().ends_with("make a `NcclComm` on this"), "{error}");
+        }
         Ok(())
     });
 }

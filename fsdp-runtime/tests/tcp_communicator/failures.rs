@@ -119,7 +119,7 @@ fn garbage_does_no_harm() {
     stranger.write_all(message).expect("it is taken");
     assert_eq!(stranger.read_to_end(&mut Vec::new()).unwrap_or(0), 0);
     // As a rank's first message, and something else after it.
-    let hello = br#"{"Hello":{"version":1,"rank":1,"size":2}}"#;
+    let hello = br#"{"Hello":{"version":2,"rank":1,"size":2}}"#;
     let mut frame = b"FSDP".to_vec();
     frame.extend((hello.len() as u64).to_le_bytes());
     frame.extend(0u64.to_le_bytes());

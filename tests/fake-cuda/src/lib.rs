@@ -39,6 +39,7 @@ mod kernel_abi;
 mod library;
 mod log;
 mod mutation;
+mod profile;
 mod session;
 
 pub use candle_kernels::register_candle_kernels;
@@ -47,5 +48,6 @@ pub use fsdp_kernels::register_fsdp_kernels;
 pub use kernel::{Access, Launch};
 pub use log::Operation;
 pub use mutation::{LeftOut, Of, Step, Survivor, survivors};
+pub use profile::{PROFILER, ranges};
 pub use session::{Schedule, Session, Usage};
 pub use session::{acquire, label, read_pinned, release, write_pinned};

@@ -33,15 +33,18 @@ pub struct Control {
     pub start_log: extern "C" fn(),
     pub log: extern "C" fn(*mut u8, usize) -> usize,
     pub is_ordered: extern "C" fn(usize, usize) -> bool,
+    pub profile: extern "C" fn(*mut u8, usize) -> usize,
 }
+
+/// The driver's library.
+pub const PATH: &str = concat!(env!("OUT_DIR"), "/libcuda.so");
 
 /// The control functions; the first call loads the driver. Panics if it cannot be loaded under the real names.
 pub fn control() -> &'static Control {
     static CONTROL: OnceLock<Control> = OnceLock::new();
     CONTROL.get_or_init(|| {
-        let path = concat!(env!("OUT_DIR"), "/libcuda.so");
         // SAFETY: the driver has no initialisers.
-        let library = unsafe { Library::new(path) };
+        let library = unsafe { Library::new(PATH) };
         let library =
             library.unwrap_or_else(|error| panic!("the fake CUDA driver cannot be loaded: {error}"));
         // Its streams and threads last as long as the process.
@@ -76,6 +79,7 @@ pub fn control() -> &'static Control {
             start_log: find(library, "fake_cuda_start_log"),
             log: find(library, "fake_cuda_log"),
             is_ordered: find(library, "fake_cuda_is_ordered"),
+            profile: find(library, "fake_cuda_profile"),
         }
     })
 }

@@ -18,6 +18,8 @@ pub mod cpu;
 mod elementwise;
 #[path = "../../../fsdp-runtime/src/device/memory.rs"]
 mod memory;
+#[path = "../../../fsdp-runtime/src/device/range.rs"]
+mod range;
 mod shadow;
 #[path = "../../../fsdp-runtime/src/device/stream.rs"]
 mod stream;
@@ -33,6 +35,7 @@ pub use buffer::{ALIGN, Buffer, Element, OnFree};
 pub use clock::now;
 pub use elementwise::{Elementwise, Fill, cast, fill, scale};
 pub use memory::{Block, HostMemory, Memory};
+pub(crate) use range::HostRange;
 pub(crate) use shadow::take_race;
 use shadow::{Kind, Shadow};
 pub use stream::{Event, Mark, Stream, Work};

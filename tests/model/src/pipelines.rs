@@ -6,7 +6,7 @@ mod rank;
 mod setting;
 
 use self::host::Host;
-use self::rank::Rank;
+use self::rank::{Fuse, Rank};
 use self::setting::Setting;
 use crate::check::{check, choose};
 use crate::launch::LaunchError;
@@ -35,7 +35,7 @@ pub fn fail_together(schedules: usize) {
         let setting = Setting::choose(2, 1);
         let (culprit, fuse) = (choose(2), choose(6));
         let outcome = launch(2, |world| {
-            let fuse = (world.rank() == culprit).then_some(fuse);
+            let fuse = (world.rank() == culprit).then(|| Fuse::new(fuse));
             Rank::new(Host, setting, &**world.communicator(), fuse)?.train()
         });
         let Err(LaunchError::Ranks { first, others }) = outcome else { panic!("{setting:?}: {outcome:?}") };

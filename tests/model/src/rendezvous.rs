@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::check::{check, check_all, choose, choose_of};
 use crate::comm::local::{LocalOptions, LocalWorld};
-use crate::comm::{Accumulate, CommError, Communicator, Gather, HostOp, Phase, Reduce, Tag};
+use crate::comm::{Accumulate, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Tag};
 use crate::device::cpu::{ComputeStream, CpuStream};
 use crate::device::{Slice, Stream};
 use crate::launch::{LaunchError, Launcher, World};
@@ -115,6 +115,15 @@ fn every_collective(world: World) -> Result<(), CommError> {
     assert_eq!(read(&shared), [6.0; 3]);
     write(&shared, f32::NAN);
     write(&whole, f32::NAN);
+
+    write(&grads, rank as f32);
+    gathers.wait(&compute.record())?;
+    let exchange = Exchange { send: grads.clone(), recv: whole.clone() };
+    gather.all_to_all(&*gathers, tag("exchange"), vec![exchange])?;
+    compute.wait(&gathers.record())?;
+    assert_eq!(read(&whole), all(&|rank| rank as f32));
+    // No peer reads it any more.
+    write(&grads, f32::NAN);
     let lengths: Vec<usize> = comm.host_gather(tag("lengths"), vec![0; rank])?.iter().map(Vec::len).collect();
     assert_eq!(lengths, (0..size).collect::<Vec<_>>());
     comm.host_barrier(tag("end"))

@@ -23,7 +23,7 @@ use self::site::{Host, Site};
 use super::arguments::{Caller, same_place, share};
 use super::call::Call;
 use super::ledger::Control;
-use super::{Accumulate, CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
+use super::{Accumulate, CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
 
 /// A rank's communicator in a [`LocalWorld`], or a duplicate of it.
@@ -188,6 +188,27 @@ impl Communicator for LocalComm {
                 // SAFETY: lengths and dtypes are equal on all ranks. Between arrival and departure the root's
                 // data is only read, and that of any other rank is accessed by itself only.
                 unsafe { site.copy(&meeting.payload(root).slices[0], &data) }?;
+            }
+            Ok(())
+        })
+    }
+
+    fn all_to_all(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError> {
+        let call = Call::all_to_all(tag, &parts);
+        let (rank, size) = (self.rank(), self.size());
+        let from_peers = self.caller().all_to_all(&call, &parts)?;
+        let (send, recv): (Vec<Slice>, Vec<Slice>) =
+            parts.into_iter().map(|part| (part.send, part.recv)).unzip();
+        let payload = Payload { slices: send, ..Payload::default() };
+        self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
+            for (i, recv) in recv.iter().enumerate() {
+                // Each rank begins with its own chunk, so that not all read the same memory at once.
+                for peer in (rank..size).chain(0..rank) {
+                    let chunk = share(&meeting.payload(peer).slices[i], rank, size);
+                    // SAFETY: lengths and dtypes were checked and are equal on all ranks. Between arrival and
+                    // departure every `send` is only read; `recv` is outside this rank's and known to no peer.
+                    unsafe { site.copy(&chunk, &share(recv, peer, size)) }?;
+                }
             }
             Ok(())
         })

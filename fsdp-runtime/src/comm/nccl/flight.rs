@@ -9,10 +9,10 @@ use parking_lot::Mutex;
 
 use super::handle::{Handle, Health};
 use super::library::Failure;
-use super::memory::{Registered, Registration};
-use crate::comm::CommError;
+use super::memory::Registered;
 use crate::comm::arguments::same_place;
 use crate::comm::ledger::{Ledger, Stage, Trouble};
+use crate::comm::{CommError, Registration};
 use crate::device::cuda::{CudaDevice, CudaEvent};
 use crate::device::{Event, Slice};
 
@@ -30,6 +30,8 @@ pub(super) struct Comm {
 /// A collective that was enqueued.
 struct Flight {
     number: u64,
+    /// When it was enqueued.
+    called: Instant,
     /// When it came to be the oldest one.
     since: Instant,
     /// Where the stream comes to it; `None` once it has.
@@ -103,40 +105,40 @@ impl Comm {
 
     /// The collective `number` was enqueued between these events.
     pub(super) fn took_off(&self, number: u64, start: Arc<dyn Event>, end: Arc<dyn Event>) {
-        let since = Instant::now();
-        self.flights.lock().push_back(Flight { number, since, start: Some(start), end });
+        let now = Instant::now();
+        self.flights.lock().push_back(Flight { number, called: now, since: now, start: Some(start), end });
     }
 
-    /// The oldest collective that is not known to be done.
-    pub(super) fn oldest(&self) -> Option<u64> {
-        self.flights.lock().front().map(|flight| flight.number)
+    /// The oldest collective that is not known to be done, and when it was enqueued.
+    pub(super) fn oldest(&self) -> Option<(Instant, u64)> {
+        self.flights.lock().front().map(|flight| (flight.called, flight.number))
+    }
+
+    /// Whether the oldest collective does not end in time.
+    pub(super) fn is_late(&self) -> bool {
+        self.flights.lock().front().is_some_and(|flight| flight.since.elapsed() > self.ledger.timeout())
     }
 
     pub(super) fn has_landed(&self) -> bool {
         self.flights.lock().is_empty()
     }
 
-    /// Asks the device about collectives older than `age`. Those that are done are forgotten, one that is late fails the
-    /// world.
+    /// Asks the device about collectives older than `age`. Those that are done are forgotten.
     pub(super) fn follow(&self, age: Duration) -> Result<(), CommError> {
         let mut flights = self.flights.lock();
-        while let Some(flight) = flights.front_mut().filter(|flight| flight.since.elapsed() >= age) {
+        while let Some(flight) = flights.front_mut().filter(|flight| flight.called.elapsed() >= age) {
             if flight.start.as_ref().map_or(Ok(false), passed)? {
                 self.ledger.reached(flight.number, Stage::Started);
                 flight.start = None;
             }
-            if flight.start.is_none() && passed(&flight.end)? {
-                self.ledger.reached(flight.number, Stage::Done);
-                flights.pop_front();
-                if let Some(next) = flights.front_mut() {
-                    next.since = Instant::now();
-                }
-                continue;
+            if flight.start.is_some() || !passed(&flight.end)? {
+                break;
             }
-            if flight.since.elapsed() > self.ledger.timeout() {
-                return Err(self.ledger.give_up(Some(flight.number), Trouble::Late));
+            self.ledger.reached(flight.number, Stage::Done);
+            flights.pop_front();
+            if let Some(next) = flights.front_mut() {
+                next.since = Instant::now();
             }
-            break;
         }
         Ok(())
     }
@@ -148,7 +150,7 @@ impl Comm {
             return Ok(());
         }
         // SAFETY: the communicator is alive under its lock, and its calls are waited for. The slice is memory of NCCL's, by
-        // the caller's check.
+        // the caller's check. What is registered is kept until the communicator is at its end, or has been aborted.
         match self.handle.with(|comm| unsafe { Registered::new(comm, slice, how) }) {
             Some(Ok(new)) => registered.push(new),
             Some(Err(failure)) => return Err(self.ledger.give_up(None, failure.trouble())),

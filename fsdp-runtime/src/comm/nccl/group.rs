@@ -6,7 +6,8 @@ use cudarc::nccl::sys::{self, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedO
 use half::{bf16, f16};
 
 use super::library::{Failure, data_type, outcome};
-use crate::comm::Gather;
+use crate::comm::arguments::share;
+use crate::comm::{Exchange, Gather};
 use crate::device::Slice;
 use crate::spec::Dtype;
 
@@ -72,6 +73,14 @@ impl Group {
         // SAFETY: what `start` asks for.
         let code = unsafe { sys::ncclRecv(data, count, dtype, peer as i32, self.comm, self.stream) };
         outcome("ncclRecv", self.comm, code)
+    }
+
+    /// By messages, which every version of NCCL has.
+    pub(super) fn all_to_all(&self, part: &Exchange, ranks: usize) -> Result<(), Failure> {
+        (0..ranks).try_for_each(|peer| {
+            self.send(&share(&part.send, peer, ranks), peer)?;
+            self.receive(&share(&part.recv, peer, ranks), peer)
+        })
     }
 
     pub(super) fn broadcast(&self, data: &Slice, root: usize) -> Result<(), Failure> {

@@ -1,5 +1,6 @@
 //! Memory that communicators may register, and its registration.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr::{NonNull, null_mut};
 
@@ -7,7 +8,7 @@ use cudarc::driver::sys::CUresult;
 use cudarc::nccl::sys::{self, ncclComm_t, ncclResult_t, ncclWindow_t};
 
 use super::library::{self, Failure, outcome};
-use crate::comm::CommError;
+use crate::comm::{CommError, Registration};
 use crate::device::cuda::{CudaDevice, GiveBack};
 use crate::device::{Block, Memory, Slice};
 
@@ -60,28 +61,36 @@ impl Memory for NcclMemory {
     }
 }
 
-/// How memory is registered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Registration {
-    /// As a buffer (`ncclCommRegister`): by each rank for itself.
-    Buffer,
-    /// As a symmetric window (`ncclCommWindowRegister`): by all ranks together, the same sizes in the same order. Needs
-    /// NCCL 2.27.
-    Window,
-}
-
 /// Memory that a communicator has registered, and keeps.
 pub(super) enum Registered {
-    Buffer(Slice, *mut std::ffi::c_void),
-    Window(Slice, ncclWindow_t),
+    Buffer(Slice, *mut c_void),
+    Window(Slice, LateWindow),
 }
 
 // SAFETY: the handles are those of a communicator, which has no thread affinity; its lock keeps calls apart.
 unsafe impl Send for Registered {}
 
+/// Room for the handle of a window. A communicator whose calls do not block may write it after the call, until it is
+/// ready or aborted.
+pub(super) struct LateWindow(NonNull<ncclWindow_t>);
+
+impl LateWindow {
+    fn new() -> LateWindow {
+        LateWindow(NonNull::from(Box::leak(Box::new(null_mut()))))
+    }
+}
+
+impl Drop for LateWindow {
+    fn drop(&mut self) {
+        // SAFETY: `new` has leaked this box. It is dropped once its communicator is ready, gone, or has refused the call.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+    }
+}
+
 impl Registered {
     /// # Safety
-    /// `comm` is alive and ready. The slice is memory of NCCL's.
+    /// `comm` is alive and ready. The slice is memory of NCCL's. What is returned is kept until the communicator is ready
+    /// again or aborted.
     pub(super) unsafe fn new(
         comm: ncclComm_t,
         slice: &Slice,
@@ -98,9 +107,10 @@ impl Registered {
             }
             Registration::Window => {
                 const SYMMETRIC: i32 = 1;
-                let mut window = null_mut();
-                // SAFETY: as above.
-                let code = unsafe { sys::ncclCommWindowRegister(comm, ptr, bytes, &mut window, SYMMETRIC) };
+                let window = LateWindow::new();
+                // SAFETY: the memory is there until it is given up, and so is the room for the handle.
+                let code =
+                    unsafe { sys::ncclCommWindowRegister(comm, ptr, bytes, window.0.as_ptr(), SYMMETRIC) };
                 outcome("ncclCommWindowRegister", comm, code)?;
                 Ok(Registered::Window(slice.clone(), window))
             }
@@ -114,19 +124,25 @@ impl Registered {
     }
 
     /// # Safety
-    /// `comm` is the communicator that has registered it, alive, and nothing on it is under way.
+    /// `comm` is the communicator that has registered it, alive and ready, and nothing on it is under way.
     pub(super) unsafe fn end(&self, comm: ncclComm_t) -> Result<(), Failure> {
-        match *self {
-            Registered::Buffer(_, handle) => {
+        // Where NCCL cannot make use of registered memory it gives no handle.
+        match self {
+            Registered::Buffer(_, handle) if !handle.is_null() => {
                 // SAFETY: the caller's promise.
-                outcome("ncclCommDeregister", comm, unsafe { sys::ncclCommDeregister(comm, handle) })
+                outcome("ncclCommDeregister", comm, unsafe { sys::ncclCommDeregister(comm, *handle) })
             }
             Registered::Window(_, window) => {
+                // SAFETY: the communicator is ready: nobody writes the handle any more.
+                let window = unsafe { *window.0.as_ptr() };
+                if window.is_null() {
+                    return Ok(());
+                }
                 // SAFETY: the caller's promise.
-                outcome("ncclCommWindowDeregister", comm, unsafe {
-                    sys::ncclCommWindowDeregister(comm, window)
-                })
+                let code = unsafe { sys::ncclCommWindowDeregister(comm, window) };
+                outcome("ncclCommWindowDeregister", comm, code)
             }
+            Registered::Buffer(..) => Ok(()),
         }
     }
 }

@@ -28,7 +28,7 @@ mod watch;
 
 use std::sync::Arc;
 
-pub use self::memory::{NcclMemory, Registration};
+pub use self::memory::NcclMemory;
 
 use cudarc::nccl::sys::ncclUniqueId;
 use fsdp_kernels::MAX_RANKS;
@@ -43,9 +43,12 @@ use self::watch::Lease;
 use super::arguments::Caller;
 use super::call::Call;
 use super::ledger::{Control, Ledger, Stage, Trouble};
-use super::{CommCounter, CommError, Communicator, Gather, HostOp, Phase, Reduce, Tag};
+use super::{
+    Allocate, CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Phase, Reduce, Registration,
+    Tag,
+};
 use crate::device::cuda::{CudaDevice, CudaError, CudaStream};
-use crate::device::{Slice, Stream};
+use crate::device::{Memory, Slice, Stream};
 
 /// A communicator by NCCL cannot be made.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -124,39 +127,12 @@ impl NcclComm {
         Ok(this)
     }
 
-    /// Registers memory that collectives use again and again: NCCL then needs no buffers of its own on the way, where the
-    /// links between the ranks allow for that. The communicator keeps the memory until it ends itself. It is optional, and
-    /// of duplicates each has to register for itself. All ranks must call it, in the same order among their collectives.
-    ///
-    /// # Errors
-    /// [`CommError::Invalid`] if a slice is not of [`NcclMemory`], or NCCL is too old for windows; those of
-    /// [`Communicator::host_barrier`] and of NCCL.
-    pub fn register(&self, slices: &[Slice], how: Registration) -> Result<(), CommError> {
-        let device = &self.lease.family.device;
-        let refuse = |message: String| Err(CommError::Invalid { rank: self.caller().rank, message });
-        if let Some(wrong) = slices.iter().position(|slice| !slice.is_empty() && !device.has_adopted(slice)) {
-            return refuse(format!(
-                "slice {wrong} cannot be registered: its memory is not of a fixed place. It is of a pool that gives the \
-                 address to others once it is freed; `NcclMemory` is for buffers that stay"
-            ));
-        }
-        if how == Registration::Window && !library::has_windows() {
-            return refuse("windows need NCCL 2.27 or newer: register buffers".to_owned());
-        }
-        device.check()?;
-        let mut turn = self.turn.lock();
-        let comm = self.joined(&mut turn, None)?;
-        device.bind()?;
-        self.control.host_barrier(Tag { unit: "registration".into(), phase: Phase::Setup, step: 0 })?;
-        let full = slices.iter().filter(|slice| !slice.is_empty());
-        let done = full.into_iter().try_for_each(|slice| comm.register(slice, how));
-        done.inspect_err(|error| device.fail(error.clone()))
-    }
-
     fn made_of(&self, control: Arc<dyn Communicator>) -> Result<Arc<NcclComm>, CommError> {
         let ledger = ledger_of(&*control)?;
         let (lease, sums) = (self.lease.clone(), self.sums);
-        Ok(Arc::new(NcclComm { control, ledger, lease, sums, turn: Mutex::default() }))
+        let scratch = Scratch::new(self.turn.lock().scratch.allocator());
+        let turn = Mutex::new(Turn { comm: None, scratch });
+        Ok(Arc::new(NcclComm { control, ledger, lease, sums, turn }))
     }
 
     fn caller(&self) -> Caller {
@@ -344,6 +320,16 @@ impl Communicator for NcclComm {
         })
     }
 
+    fn all_to_all(&self, stream: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError> {
+        let call = Call::all_to_all(tag, &parts);
+        let from_peers = self.caller().all_to_all(&call, &parts)?;
+        let slices: Vec<&Slice> = parts.iter().flat_map(|part| [&part.send, &part.recv]).collect();
+        self.enqueue(stream, call, from_peers, &slices, |launch, _| {
+            let mut parts = full(&parts, |part| &part.send);
+            launch.group(&slices, |group| parts.try_for_each(|part| group.all_to_all(part, self.size())))
+        })
+    }
+
     fn host_barrier(&self, tag: Tag) -> Result<(), CommError> {
         self.control.host_barrier(tag)
     }
@@ -358,6 +344,36 @@ impl Communicator for NcclComm {
 
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.control.host_gather_patiently(tag, bytes)
+    }
+
+    fn allocate_by(&self, allocate: Allocate) {
+        self.turn.lock().scratch.allocate_by(allocate);
+    }
+
+    fn registrable(&self) -> Option<Arc<dyn Memory>> {
+        Some(Arc::new(NcclMemory::new(&self.lease.family.device)))
+    }
+
+    fn register(&self, slices: &[Slice], how: Registration) -> Result<(), CommError> {
+        let device = &self.lease.family.device;
+        let refuse = |message: String| Err(CommError::Invalid { rank: self.caller().rank, message });
+        if let Some(wrong) = slices.iter().position(|slice| !slice.is_empty() && !device.has_adopted(slice)) {
+            return refuse(format!(
+                "slice {wrong} cannot be registered: its memory is not of a fixed place. It is of a pool that gives the \
+                 address to others once it is freed; `NcclMemory` is for buffers that stay"
+            ));
+        }
+        if how == Registration::Window && !library::has_windows() {
+            return refuse("windows need NCCL 2.27 or newer: register buffers".to_owned());
+        }
+        device.check()?;
+        let mut turn = self.turn.lock();
+        let comm = self.joined(&mut turn, None)?;
+        device.bind()?;
+        self.control.host_barrier(Tag { unit: "registration".into(), phase: Phase::Setup, step: 0 })?;
+        let full = slices.iter().filter(|slice| !slice.is_empty());
+        let done = full.into_iter().try_for_each(|slice| comm.register(slice, how));
+        done.inspect_err(|error| device.fail(error.clone()))
     }
 
     fn note(&self, state: &str) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver as cuda;
 
-use crate::comm::CommError;
+use crate::comm::{Allocate, CommError};
 use crate::device::cuda::CudaStream;
 use crate::device::{ALIGN, Event, Slice, Stream};
 use crate::spec::Dtype;
@@ -15,11 +15,27 @@ use crate::spec::Dtype;
 pub(super) struct Scratch {
     /// One a dtype.
     buffers: Vec<Slice>,
+    /// What makes them; `None` for the device's own memory.
+    allocate: Option<Allocate>,
     /// The stream of its last use, and where that ends.
     used: Option<(Arc<cuda::CudaStream>, Arc<dyn Event>)>,
 }
 
 impl Scratch {
+    /// None yet; `allocate` makes it.
+    pub(super) fn new(allocate: Option<Allocate>) -> Scratch {
+        Scratch { allocate, ..Scratch::default() }
+    }
+
+    /// What makes the buffers from now on.
+    pub(super) fn allocate_by(&mut self, allocate: Allocate) {
+        self.allocate = Some(allocate);
+    }
+
+    pub(super) fn allocator(&self) -> Option<Allocate> {
+        self.allocate.clone()
+    }
+
     /// Slices of these lengths, for the next work on `stream`.
     pub(super) fn take(
         &mut self,
@@ -60,7 +76,10 @@ impl Scratch {
             stream.retire(&[self.buffers.swap_remove(small)]);
         }
         let device = stream.device();
-        self.buffers.push(Slice::zeros_in(&device.memory(), dtype, len, None)?);
+        self.buffers.push(match &self.allocate {
+            Some(allocate) => allocate(dtype, len)?,
+            None => Slice::zeros_in(&device.memory(), dtype, len, None)?,
+        });
         stream.wait(&device.compute(stream.name()).record())
     }
 

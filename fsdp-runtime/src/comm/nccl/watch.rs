@@ -107,10 +107,12 @@ impl Family {
                     let ended = watched.look(closed);
                     // What it is will be seen in the next round.
                     !ended.unwrap_or_else(|trouble| {
-                        watched.comm.ledger.give_up(watched.comm.oldest(), trouble);
+                        let number = watched.comm.oldest().map(|(_, number)| number);
+                        watched.comm.ledger.give_up(number, trouble);
                         false
                     })
                 });
+                give_up_late(&watched);
             }
             let mut state = self.state.lock();
             if state.closed && state.new.is_empty() && watched.is_empty() {
@@ -132,6 +134,18 @@ impl Family {
             let message = "its collectives were given up as the rank panicked".to_owned();
             CommError::Stream { stream: self.device.name().to_owned(), message }
         })
+    }
+}
+
+/// Fails the world if a collective does not end in time. The one that is named was enqueued first of those that have not
+/// ended, on whatever communicator: what comes later may wait for it.
+fn give_up_late(watched: &[Watched]) {
+    if !watched.iter().any(|watched| watched.comm.is_late()) {
+        return;
+    }
+    let oldest = watched.iter().filter_map(|watched| Some((watched.comm.oldest()?, watched)));
+    if let Some(((_, number), watched)) = oldest.min_by_key(|((called, _), _)| *called) {
+        watched.comm.ledger.give_up(Some(number), Trouble::Late);
     }
 }
 

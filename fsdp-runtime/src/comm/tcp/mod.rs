@@ -29,7 +29,7 @@ use super::call::{Call, Op};
 use super::ledger::{Control, Ledger, Stage, Trouble};
 use super::local::LocalOptions;
 use super::traffic::Traffic;
-use super::{CommCounter, CommError, Communicator, Gather, HostOp, Reduce, Tag};
+use super::{CommCounter, CommError, Communicator, Exchange, Gather, HostOp, Reduce, Tag};
 use crate::device::{Slice, Stream};
 
 /// Between signs of life.
@@ -225,6 +225,10 @@ impl Communicator for TcpComm {
 
     fn broadcast(&self, _: &dyn Stream, tag: Tag, data: Slice, root: usize) -> Result<(), CommError> {
         Err(self.moves_nothing(&Call::broadcast(tag, &data, root)))
+    }
+
+    fn all_to_all(&self, _: &dyn Stream, tag: Tag, parts: Vec<Exchange>) -> Result<(), CommError> {
+        Err(self.moves_nothing(&Call::all_to_all(tag, &parts)))
     }
 
     fn host_barrier(&self, tag: Tag) -> Result<(), CommError> {

@@ -11,7 +11,7 @@ use crate::comm::{Accumulate, CommError, HostOp, Phase, Tag};
 use crate::spec::Dtype;
 
 /// Of the messages below; both sides must speak the same.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 /// First bytes of a frame: whoever sends others is no rank.
 const MAGIC: [u8; 4] = *b"FSDP";
 /// Bytes of a header at most: a group names its ranks in one.

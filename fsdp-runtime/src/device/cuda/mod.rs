@@ -27,6 +27,7 @@ mod event;
 mod graph;
 mod kernels;
 mod libraries;
+mod nvtx;
 mod stream;
 #[cfg(feature = "cuda")]
 mod tensors;
@@ -45,6 +46,7 @@ pub use event::CudaEvent;
 pub(crate) use graph::CudaWork;
 #[cfg(feature = "nccl")]
 pub(crate) use libraries::has_nccl;
+pub(crate) use nvtx::HostRange;
 pub use stream::{CudaStream, Priority};
 #[cfg(feature = "cuda")]
 pub(crate) use tensors::accumulate;

@@ -81,6 +81,15 @@ impl<T> Out<T> {
         Out(self.0.cast())
     }
 
+    pub fn address(&self) -> usize {
+        self.0 as usize
+    }
+
+    /// Where a caller wants a result after its call, which it keeps room for.
+    pub fn at(address: usize) -> Self {
+        Out(address as *mut T)
+    }
+
     /// Writes results one after the other; the caller gave room for as many.
     pub fn set_all(&self, values: impl IntoIterator<Item = T>) -> Result<(), Null> {
         values.into_iter().enumerate().try_for_each(|(i, value)| Out(self.0.wrapping_add(i)).set(value))

@@ -23,6 +23,7 @@ mod mutation;
 mod names;
 mod nccl;
 mod nvrtc;
+mod profiler;
 mod queue;
 mod race;
 mod rand;

@@ -2,8 +2,8 @@
 
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use fake_cuda::{Schedule, Session};
-use fsdp_runtime::comm::nccl::{NcclMemory, Registration};
-use fsdp_runtime::comm::{Accumulate, Communicator, Gather, Reduce};
+use fsdp_runtime::comm::nccl::NcclMemory;
+use fsdp_runtime::comm::{Accumulate, Communicator, Gather, Reduce, Registration};
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::spec::Dtype;
 

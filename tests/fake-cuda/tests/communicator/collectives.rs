@@ -1,22 +1,34 @@
 //! Each collective gives what plain sums and copies give, however late the device is.
 
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
 use fake_cuda::{Schedule, Session};
 use fsdp_runtime::comm::nccl::Sums;
-use fsdp_runtime::comm::{Accumulate, Communicator, Gather, Reduce};
+use fsdp_runtime::comm::{Accumulate, Communicator, Exchange, Gather, Reduce};
 use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::device::{Slice, Stream};
+use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
 use half::{bf16, f16};
 
-use super::world::{Outcome, Rank, run, run_on_one_device, tag, values};
+use super::world::{Outcome, Rank, is_real, run, run_on_one_device, tag, values};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
 const RANKS: [usize; 5] = [1, 2, 3, 4, 8];
 /// Elements of a rank's share, one part each: short, of many, none.
 const LENGTHS: [usize; 3] = [5, 70, 0];
 
-/// Runs `body` on all numbers of ranks in all schedules, and gives what the ranks returned to `check`.
+/// Runs `body` on all numbers of ranks in all schedules, and gives what the ranks returned to `check`. On the machine's
+/// devices, once on as many ranks as there are.
 fn everywhere<T: Send>(body: impl Fn(&Rank) -> Outcome<T> + Sync, check: impl Fn(usize, Vec<T>)) {
+    if is_real() {
+        let devices = CudaContext::device_count().expect("there is a driver") as usize;
+        return RANKS
+            .into_iter()
+            .filter(|&ranks| ranks <= devices)
+            .for_each(|ranks| check(ranks, run(ranks, &body)));
+    }
     for schedule in Schedule::all(3) {
         for ranks in RANKS {
             let _session = Session::new(schedule);
@@ -212,6 +224,41 @@ fn a_broadcast_gives_all_ranks_the_values_of_its_root() {
     });
 }
 
+/// By NCCL, and by ranks that share a device.
+#[test]
+fn an_all_to_all_transposes_chunks_and_ranks() {
+    let exchange = |rank: &Rank, comm: &dyn Communicator| {
+        let (index, size) = (rank.rank(), rank.size());
+        let mut received = Vec::new();
+        for unit in ["layers.0", "layers.1"] {
+            let mut parts = Vec::new();
+            for (dtype, len) in DTYPES.into_iter().zip(LENGTHS) {
+                let send = rank.upload(dtype, &values(index, len * size))?;
+                parts.push(Exchange { send, recv: rank.zeros(dtype, len * size)? });
+            }
+            rank.hand_over()?;
+            comm.all_to_all(&*rank.side, tag(unit), parts.clone())?;
+            received.extend(parts.into_iter().map(|part| part.recv));
+        }
+        download(rank, &received)
+    };
+    let check = |ranks: usize, received: Vec<Vec<Vec<f32>>>| {
+        for (index, parts) in received.iter().enumerate() {
+            for (part, len) in parts.iter().zip(LENGTHS.into_iter().cycle()) {
+                let chunk = |peer| values(peer, len * ranks)[index * len..][..len].to_vec();
+                assert_eq!(*part, (0..ranks).flat_map(chunk).collect::<Vec<_>>());
+            }
+        }
+    };
+    everywhere(|rank| exchange(rank, &*rank.join()?), check);
+    for schedule in Schedule::all(3) {
+        for ranks in RANKS {
+            let _session = Session::new(schedule);
+            check(ranks, run_on_one_device(ranks, |rank| exchange(rank, &**rank.world.communicator())));
+        }
+    }
+}
+
 /// What a collective reads is freed, and what it writes is read, as soon as the host has called it.
 #[test]
 fn memory_stays_until_the_collective_is_done_with_it() {
@@ -267,6 +314,33 @@ fn scratch_memory_is_used_by_one_stream_at_a_time() {
     }
 }
 
+/// That of communicators which were made of the one it was said to, too.
+#[test]
+fn scratch_memory_is_counted_where_it_is_wanted() {
+    let _session = Session::new(Schedule::Latest);
+    run(2, |rank| {
+        let account = Account::new(Arc::new(rank.device.memory()));
+        let used = || account.usage(Category::Collectives).current;
+        let comm = rank.join()?;
+        comm.allocate_by(account.allocator(Category::Collectives));
+        let duplicate = comm.duplicate("reduce");
+        let reduce = |comm: &dyn Communicator, len| -> Outcome<()> {
+            let (send, recv) = (rank.zeros(Dtype::BF16, 2 * len)?, rank.zeros(Dtype::F32, len)?);
+            rank.hand_over()?;
+            let part = Reduce { send, recv, scale: 1.0, accumulate: Accumulate::Add };
+            Ok(comm.reduce_scatter(&*rank.side, tag("a"), vec![part])?)
+        };
+        reduce(&*comm, 32)?;
+        assert_eq!(used(), 32 * 2);
+        reduce(&*duplicate, 64)?;
+        reduce(&*duplicate, 32)?;
+        assert_eq!(used(), (32 + 64) * 2);
+        drop(duplicate);
+        assert_eq!(used(), 32 * 2);
+        Ok(())
+    });
+}
+
 /// One rank calls far ahead of its device; the others look at each result.
 #[test]
 fn calls_are_in_step_and_devices_need_not_be() {
@@ -304,6 +378,9 @@ fn launches_and_bytes_from_peers_are_counted() {
         comm.duplicate("reduce").reduce_scatter(&*rank.side, tag("a"), vec![reduce])?;
         comm.all_reduce(&*rank.side, tag("a"), vec![(whole.clone(), 1.0)])?;
         comm.broadcast(&*rank.side, tag("a"), whole.clone(), 1)?;
+        let exchange = Exchange { send: whole.clone(), recv: rank.zeros(Dtype::F32, 16)? };
+        rank.hand_over()?;
+        comm.all_to_all(&*rank.side, tag("a"), vec![exchange])?;
         rank.download(&whole)?;
         Ok(comm.counters())
     });
@@ -314,6 +391,7 @@ fn launches_and_bytes_from_peers_are_counted() {
         assert_eq!(of("all-gather"), Some((2, 2 * 3 * 16)));
         assert_eq!(of("reduce-scatter"), Some((1, 3 * 16)));
         assert_eq!(of("all-reduce"), Some((1, 6 * 16)));
+        assert_eq!(of("all-to-all"), Some((1, 3 * 16)));
         assert_eq!(of("broadcast"), Some((1, if rank == 1 { 0 } else { 64 })));
     }
 }

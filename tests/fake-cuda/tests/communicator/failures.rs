@@ -4,7 +4,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use fake_cuda::{Kind, Schedule, Session};
-use fsdp_runtime::comm::{CommError, Communicator, Gather};
+use fsdp_runtime::comm::{CommError, Communicator, Exchange, Gather};
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::launch::LaunchError;
 use fsdp_runtime::spec::Dtype;
@@ -127,6 +127,25 @@ fn a_rank_that_is_late_is_named() {
     }
 }
 
+/// What is done is forgotten, however much of it there is.
+#[test]
+fn a_rank_that_is_late_after_many_collectives_is_named_as_soon() {
+    let session = Session::new(Schedule::Earliest);
+    let (ended, others_end) = mpsc::channel();
+    let (ended, others_end) = (Mutex::new(ended), Mutex::new(others_end));
+    let words = ["timed out after 1s in all-reduce of unit `last`", "called by: [0], missing: [1]"];
+    all_but_one_fail(&session, 2, SOON, 1, &words, |rank| {
+        let comm = rank.join()?;
+        (0..200).try_for_each(|i| all_reduce(rank, &*comm, &format!("layers.{i}")))?;
+        if rank.rank() == 1 {
+            return Ok(others_end.lock().recv()?);
+        }
+        let end = all_reduce(rank, &*comm, "last");
+        ended.lock().send(())?;
+        end
+    });
+}
+
 /// The rank has called, but its device is busy with something else.
 #[test]
 fn a_device_that_does_not_come_to_the_collective_is_named() {
@@ -234,6 +253,31 @@ fn ranks_that_call_different_collectives_are_told_at_once() {
     }
 }
 
+/// Lengths or dtypes that NCCL itself would take for what they are not: nothing that comes of it is handed out.
+#[test]
+fn ranks_whose_buffers_differ_get_no_garbage() {
+    let cases: [(&str, fn(&Rank) -> (Dtype, usize)); 3] = [
+        ("part 0 is 8 x f32 on rank 0, 10 x f32 on rank 1", |rank| (Dtype::F32, 8 + 2 * rank.rank())),
+        ("part 0 is 8 x f32 on rank 0, 8 x bf16 on rank 1", |rank| {
+            ([Dtype::F32, Dtype::BF16][rank.rank()], 8)
+        }),
+        ("part 0 is 8 x f32 on rank 0, 16 x bf16 on rank 1", |rank| {
+            [(Dtype::F32, 8), (Dtype::BF16, 16)][rank.rank()]
+        }),
+    ];
+    for (words, buffer) in cases {
+        let session = Session::new(Schedule::Latest);
+        let words = [words, "all-to-all of unit `tokens` (forward, step 0, "];
+        all_but_one_fail(&session, 2, Duration::from_secs(60), 2, &words, |rank| {
+            let (comm, (dtype, len)) = (rank.join()?, buffer(rank));
+            let (send, recv) = (rank.zeros(dtype, len)?, rank.zeros(dtype, len)?);
+            rank.hand_over()?;
+            comm.all_to_all(&*rank.side, tag("tokens"), vec![Exchange { send, recv: recv.clone() }])?;
+            rank.download(&recv).map(drop)
+        });
+    }
+}
+
 #[test]
 fn a_rank_that_does_not_join_is_named() {
     let session = Session::new(Schedule::Latest);
@@ -283,6 +327,10 @@ fn what_does_not_fit_is_refused_and_nothing_is_sent() {
             "send overlaps recv without being its part of rank",
         );
         refused(gather(Slice::zeros(Dtype::F32, 2, None), slice(4)?), "Host memory in work of cuda:");
+        let exchange = |send, recv| comm.all_to_all(&*rank.side, tag("a"), vec![Exchange { send, recv }]);
+        refused(exchange(slice(3)?, slice(3)?), "3 elements cannot be cut into 2 equal chunks, one a rank");
+        refused(exchange(whole.clone(), whole.clone()), "send and recv overlap, expected memory apart");
+        refused(exchange(Slice::zeros(Dtype::F32, 2, None), slice(2)?), "Host memory in work of cuda:");
         let stream = fsdp_runtime::device::cpu::ComputeStream::new("compute");
         refused(comm.broadcast(&*stream, tag("a"), slice(2)?, 0), "the stream is not one of cuda:");
         refused(comm.broadcast(&*rank.side, tag("a"), slice(2)?, 2), "there is no rank 2 among 2 ranks");

@@ -27,9 +27,8 @@ pub struct Rank {
 }
 
 impl Rank {
-    pub fn new(world: World, ordinal: usize, image: &str) -> Outcome<Rank> {
-        let options = CudaOptions { kernels: KernelImage::Ptx(image.to_owned()) };
-        let device = CudaDevice::open(ordinal, &options)?;
+    pub fn new(world: World, ordinal: usize, options: &CudaOptions) -> Outcome<Rank> {
+        let device = CudaDevice::open(ordinal, options)?;
         let compute = device.compute("compute");
         let side = device.stream("side", Priority::High)?;
         Ok(Rank { world, device, compute, side })
@@ -83,17 +82,27 @@ impl Rank {
     }
 }
 
+/// Whether the devices are the machine's (`FSDP_CUDA=real`) and not the fake driver's, for tests that need no session.
+pub fn is_real() -> bool {
+    std::env::var("FSDP_CUDA").is_ok_and(|place| place == "real")
+}
+
+fn options() -> CudaOptions {
+    let kernels = if is_real() { KernelImage::Compile } else { KernelImage::Ptx(register_fsdp_kernels()) };
+    CudaOptions { kernels }
+}
+
 /// Runs `body` on `ranks` ranks.
 pub fn launch<T: Send>(
     ranks: usize,
     timeout: Duration,
     body: impl Fn(&Rank) -> Outcome<T> + Sync,
 ) -> Result<Vec<T>, LaunchError> {
-    let image = register_fsdp_kernels();
+    let options = options();
     let launcher = Launcher::new().ranks(ranks).stack_size(1 << 20).timeout(timeout);
     launcher.run(|world| {
         let ordinal = world.rank();
-        let rank = Rank::new(world, ordinal, &image).map_err(|error| error.to_string())?;
+        let rank = Rank::new(world, ordinal, &options).map_err(|error| error.to_string())?;
         body(&rank).map_err(|error| error.to_string())
     })
 }
@@ -104,7 +113,7 @@ pub fn launch_by_tcp<T: Send>(
     timeout: Duration,
     body: impl Fn(&Rank) -> Outcome<T> + Sync,
 ) -> Vec<Result<T, LaunchError>> {
-    let (image, body) = (&register_fsdp_kernels(), &body);
+    let (options, body) = (&options(), &body);
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("there is a free port");
     let port = listener.local_addr().expect("it has an address").port();
     drop(listener);
@@ -115,7 +124,7 @@ pub fn launch_by_tcp<T: Send>(
             scope.spawn(move || {
                 Launcher::new().timeout(timeout).stack_size(1 << 20).join(&place, |world| {
                     let ordinal = world.local_rank();
-                    let rank = Rank::new(world, ordinal, image).map_err(|error| error.to_string())?;
+                    let rank = Rank::new(world, ordinal, options).map_err(|error| error.to_string())?;
                     body(&rank).map_err(|error| error.to_string())
                 })
             })
@@ -132,9 +141,9 @@ pub fn run<T: Send>(ranks: usize, body: impl Fn(&Rank) -> Outcome<T> + Sync) -> 
 
 /// The same on ranks that share a device.
 pub fn run_on_one_device<T: Send>(ranks: usize, body: impl Fn(&Rank) -> Outcome<T> + Sync) -> Vec<T> {
-    let image = register_fsdp_kernels();
+    let options = options();
     let launched = Launcher::new().ranks(ranks).stack_size(1 << 20).run(|world| {
-        let rank = Rank::new(world, 0, &image).map_err(|error| error.to_string())?;
+        let rank = Rank::new(world, 0, &options).map_err(|error| error.to_string())?;
         body(&rank).map_err(|error| error.to_string())
     });
     launched.unwrap_or_else(|error| panic!("{error}"))

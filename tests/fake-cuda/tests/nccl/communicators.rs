@@ -190,6 +190,33 @@ fn registered_memory_must_come_from_nccl_and_outlive_its_registration() {
     });
 }
 
+/// Where calls do not block the room for a handle has to outlive the call.
+#[test]
+fn a_window_has_its_handle_once_the_call_has_settled() {
+    let _session = Session::new(Schedule::Latest);
+    let id = unique_id();
+    let (_context, _stream) = device(0);
+    let (mut comm, mut config) = (std::ptr::null_mut(), config(false));
+    let (mut buffer, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: the calls write the communicator and the address.
+    unsafe {
+        sys::ncclCommInitRankConfig(&mut comm, 1, id, 0, &mut config);
+        check(settled(comm));
+        check(sys::ncclMemAlloc(&mut buffer, 1 << 12));
+    }
+    // SAFETY: the room for the handle stays until the call has settled.
+    let code = unsafe { sys::ncclCommWindowRegister(comm, buffer, 1 << 12, &raw mut window, 1) };
+    assert_eq!((code, window.is_null()), (ncclResult_t::ncclInProgress, true));
+    check(settled(comm));
+    assert!(!window.is_null());
+    // SAFETY: the window is the communicator's, and the memory is freed once it is gone.
+    unsafe {
+        check(sys::ncclCommWindowDeregister(comm, window));
+        check(sys::ncclMemFree(buffer));
+    }
+    destroy(comm);
+}
+
 #[test]
 fn a_communicator_that_stays_is_a_leak() {
     let session = Session::new(Schedule::Latest);

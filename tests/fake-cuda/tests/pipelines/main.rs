@@ -4,7 +4,10 @@
 //! The driver runs each stream as late as its waits allow, as early as they do, or at random: a wait that is missing gives
 //! stale values, or is found as a race, or as memory that is freed while it is used.
 
-use fsdp_runtime::{buffer, comm, device, launch, layout, spec, trace};
+// The pipelines' source asks for features of the runtime, which this crate does not have.
+#![allow(unexpected_cfgs)]
+
+use fsdp_runtime::{buffer, comm, device, layout, spec, trace};
 
 mod memory;
 
@@ -13,24 +16,30 @@ mod memory;
 mod pipeline;
 
 mod check;
+mod failing;
 mod place;
 #[allow(dead_code)]
 #[path = "../../../model/src/pipelines/rank.rs"]
 mod rank;
+mod registered;
 #[path = "../../../model/src/pipelines/setting.rs"]
 mod setting;
+mod stepped;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use fake_cuda::{Finding, Kind, Schedule, Session, register_fsdp_kernels};
-use fsdp_runtime::comm::Communicator;
 use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
+use fsdp_runtime::comm::{Communicator, Registration};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
-use fsdp_runtime::launch::{LaunchError, World};
+use fsdp_runtime::launch::{LaunchError, Launcher, World};
 
+use self::pipeline::Sync;
 use self::place::Shared;
-use self::rank::Rank;
-use self::setting::Setting;
+use self::rank::{Fuse, Rank};
+use self::setting::{Mode, Setting, Update, Use};
+use self::spec::{Dtype, Strategy};
 
 /// How ranks are joined.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -41,7 +50,7 @@ enum Joined {
     Nccl,
 }
 
-/// Trains with `seed`'s setting.
+/// Trains as `seed` says.
 fn train(
     inner: usize,
     outer: usize,
@@ -49,24 +58,84 @@ fn train(
     joined: Joined,
     fuse: Option<(usize, usize)>,
 ) -> Result<(), LaunchError> {
+    let sums = if seed.is_multiple_of(2) { Sums::Nccl } else { Sums::InRankOrder };
+    let fuse = fuse.map(|(rank, uses)| (rank, Fuse::new(uses)));
+    Run { sums, fuse, ..Run::new(setting(inner, outer, seed), joined) }.train()
+}
+
+/// What `seed` draws.
+fn setting(inner: usize, outer: usize, seed: u64) -> Setting {
     check::seed(seed);
-    let setting = Setting { device: true, ..Setting::choose(inner, outer) };
-    let options = CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) };
-    launch::local(inner * outer, |world: World| -> fsdp_runtime::Result<()> {
-        let ordinal = if joined == Joined::OneDevice { 0 } else { world.rank() };
-        let device = CudaDevice::open(ordinal, &options).expect("the fake driver has a device");
-        let fuse = fuse.filter(|(rank, _)| *rank == world.rank()).map(|(_, uses)| uses);
-        let comm: Arc<dyn Communicator> = match joined {
-            Joined::OneDevice => world.communicator().clone(),
-            Joined::Nccl => {
-                let sums = if seed.is_multiple_of(2) { Sums::Nccl } else { Sums::InRankOrder };
-                let comm = NcclComm::new(world.communicator().clone(), &device, NcclOptions { sums });
-                comm.expect("NCCL is there")
-            }
-        };
-        Ok(Rank::new(Shared::new(device), setting, &*comm, fuse)?.train()?)
-    })
-    .map(drop)
+    Setting { device: true, ..Setting::choose(inner, outer) }
+}
+
+/// Units one after the other, in as few slots as there are.
+fn plain(ranks: usize) -> Setting {
+    const FORWARD: &[Use] =
+        &[Use { unit: 1, inner: &[] }, Use { unit: 2, inner: &[] }, Use { unit: 3, inner: &[] }];
+    Setting {
+        strategy: Strategy::OptimGradsParams,
+        depth: 2,
+        prefetch: 1,
+        budget: None,
+        double_buffer: true,
+        reshard: Mode::Mixed,
+        wire: Dtype::F32,
+        weights: Dtype::F32,
+        frozen: false,
+        forwards: [FORWARD, FORWARD],
+        microbatches: &[Sync::Step],
+        skipped: None,
+        evaluate: false,
+        recompute: false,
+        updates: [Update::Step, Update::Step],
+        unshard: false,
+        settle: false,
+        cut: None,
+        ..setting(ranks, 1, 0)
+    }
+}
+
+/// Ranks that train.
+struct Run {
+    setting: Setting,
+    joined: Joined,
+    sums: Sums,
+    /// The rank that fails.
+    fuse: Option<(usize, Fuse<Shared>)>,
+    /// How both pools are registered.
+    registration: Option<Registration>,
+    timeout: Duration,
+}
+
+impl Run {
+    fn new(setting: Setting, joined: Joined) -> Run {
+        const LATE: Duration = Duration::from_secs(60);
+        Run { setting, joined, sums: Sums::Nccl, fuse: None, registration: None, timeout: LATE }
+    }
+
+    fn train(&self) -> Result<(), LaunchError> {
+        let Run { setting, joined, sums, fuse, registration, timeout } = self;
+        let options = CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) };
+        let launcher = Launcher::new().ranks(setting.ranks()).timeout(*timeout);
+        let trained = launcher.run(|world: World| -> fsdp_runtime::Result<()> {
+            let ordinal = if *joined == Joined::OneDevice { 0 } else { world.rank() };
+            let device = CudaDevice::open(ordinal, &options).expect("the fake driver has a device");
+            let fuse = fuse.as_ref().filter(|(rank, _)| *rank == world.rank());
+            let fuse = fuse.map(|(_, Fuse { uses, blow })| Fuse { uses: *uses, blow: *blow });
+            let comm: Arc<dyn Communicator> = match joined {
+                Joined::OneDevice => world.communicator().clone(),
+                Joined::Nccl => {
+                    let options = NcclOptions { sums: *sums };
+                    NcclComm::new(world.communicator().clone(), &device, options).expect("NCCL is there")
+                }
+            };
+            let mut rank = Rank::new(Shared::new(device), *setting, &*comm, fuse)?;
+            registration.map_or(Ok(()), |how| rank.register(how))?;
+            Ok(rank.train()?)
+        });
+        trained.map(drop)
+    }
 }
 
 fn schedules(seed: u64) -> Schedule {

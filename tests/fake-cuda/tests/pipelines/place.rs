@@ -95,6 +95,10 @@ impl Shared {
         Shared { read: function("test_read"), update: function("test_update"), device }
     }
 
+    pub(crate) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
     fn launch(
         &self,
         compute: &dyn Stream,

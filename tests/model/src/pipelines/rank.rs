@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
-use crate::comm::{CommError, Communicator, Phase};
-use crate::device::{Slice, Stream};
+use crate::comm::{CommError, Communicator, Phase, Registration};
+use crate::device::{Slice, Stream, cast};
 use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
 use crate::memory::Account;
 use crate::pipeline::{
@@ -51,8 +51,22 @@ pub(super) struct Rank<P> {
     /// Of the weights of each group.
     versions: Vec<usize>,
     step: u64,
-    /// Uses until this rank fails.
-    fuse: Option<usize>,
+    fuse: Option<Fuse<P>>,
+}
+
+/// How a rank fails.
+pub(super) struct Fuse<P> {
+    /// Uses of units until then.
+    pub uses: usize,
+    /// Called in place of the next use.
+    pub blow: fn(&P) -> CommError,
+}
+
+impl<P> Fuse<P> {
+    /// Fails with an error.
+    pub(super) fn new(uses: usize) -> Fuse<P> {
+        Fuse { uses, blow: |_| CommError::Invalid { rank: 0, message: "planned".to_owned() } }
+    }
 }
 
 /// Where the gradients of a group go.
@@ -62,9 +76,9 @@ struct Target {
     fresh: bool,
 }
 
-/// The weight that element `element` of a group's bucket has.
+/// The weight that element `element` of a group's bucket has, exact in bf16.
 fn weight(group: usize, version: usize, element: usize) -> f32 {
-    (1000 * group + 100 * version + element % 64) as f32
+    ((29 * group + 71 * version + 3 * element) % 251) as f32
 }
 
 /// What a rank adds to an element's gradient in each use of its unit in a microbatch. Sums of all are exact in
@@ -73,11 +87,11 @@ fn contribution(rank: usize, microbatch: usize, element: usize) -> f32 {
     (rank + 1 + microbatch + element % 3) as f32
 }
 
-fn param(unit: usize, requires_grad: bool) -> ParamSpec {
+fn param(unit: usize, dtype: Dtype, requires_grad: bool) -> ParamSpec {
     ParamSpec {
         name: format!("{unit}.{requires_grad}"),
         shape: vec![5],
-        key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad, unit },
+        key: GroupKey { dtype, expert: false, requires_grad, unit },
         no_decay: false,
         tp: None,
         tp_parts: 1,
@@ -89,8 +103,8 @@ fn param(unit: usize, requires_grad: bool) -> ParamSpec {
 
 fn layout(setting: &Setting) -> ModelLayout {
     let params = (0..UNITS).flat_map(|unit| {
-        let frozen = (setting.frozen && unit > 0).then(|| param(unit, false));
-        std::iter::once(param(unit, true)).chain(frozen)
+        let frozen = (setting.frozen && unit > 0).then(|| param(unit, setting.weights, false));
+        std::iter::once(param(unit, setting.weights, true)).chain(frozen)
     });
     let units: Vec<UnitSpec> = (0..UNITS)
         .map(|unit| UnitSpec { path: if unit == 0 { String::new() } else { unit.to_string() } })
@@ -106,7 +120,7 @@ impl<P: Place> Rank<P> {
         place: P,
         setting: Setting,
         comm: &dyn Communicator,
-        fuse: Option<usize>,
+        fuse: Option<Fuse<P>>,
     ) -> Result<Self, CommError> {
         let rank = comm.rank();
         let (outer_rank, inner_rank) = (rank / setting.inner, rank % setting.inner);
@@ -188,6 +202,12 @@ impl<P: Place> Rank<P> {
         );
         let versions = vec![0; groups.len()];
         Ok(Rank { place, setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
+    }
+
+    /// Registers what both pools have.
+    pub(super) fn register(&mut self, how: Registration) -> Result<(), CommError> {
+        self.gather.register_pool(how)?;
+        self.reduce.register_pool(how)
     }
 
     /// Two steps, and what follows them.
@@ -336,10 +356,10 @@ impl<P: Place> Rank<P> {
     /// The unit's weights, checked.
     fn acquire(&mut self, unit: usize, pass: Option<Pass>) -> Result<Vec<Slice>, CommError> {
         if let Some(fuse) = &mut self.fuse {
-            if *fuse == 0 {
-                return Err(CommError::Invalid { rank: self.rank, message: "planned".to_owned() });
+            if fuse.uses == 0 {
+                return Err((fuse.blow)(&self.place));
             }
-            *fuse -= 1;
+            fuse.uses -= 1;
         }
         let phase = if pass == Some(Pass::Backward) { Phase::Backward } else { Phase::Forward };
         let full = self.gather.acquire(&self.groups, unit, pass, self.moment(phase))?;
@@ -455,13 +475,19 @@ impl<P: Place> Rank<P> {
                 _ if !self.setting.strategy.shards_optim() => buffers.model_weight.held(),
                 _ => buffers.shard.clone(),
             };
-            let (slice, version) = (buffers.model_weight.part(range.clone()), self.versions[group]);
-            let update = move |values: &mut [f32]| {
+            let (model, version) = (buffers.model_weight.part(range.clone()), self.versions[group]);
+            let main = buffers.main_weight.as_ref().filter(|_| update == Update::Step);
+            let main = main.map(|main| main.part(range.clone()));
+            let set = move |values: &mut [f32]| {
                 for (value, element) in values.iter_mut().zip(range) {
                     *value = weight(group, version, element);
                 }
             };
-            self.place.update(&*self.streams.compute, slice, Box::new(update))?;
+            let compute = &*self.streams.compute;
+            self.place.update(compute, main.as_ref().unwrap_or(&model).clone(), Box::new(set))?;
+            if let Some(main) = main {
+                cast(compute, &main, &model)?;
+            }
         }
         self.gather.reset()?;
         let change = if update == Update::Step { Change::Step } else { Change::Loaded(unit) };

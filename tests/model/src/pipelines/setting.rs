@@ -62,6 +62,8 @@ pub(super) struct Setting {
     pub poison: bool,
     pub reshard: Mode,
     pub wire: Dtype,
+    /// Of the weights; those of 16 bits are copies of f32 ones.
+    pub weights: Dtype,
     /// Units have a frozen group too.
     pub frozen: bool,
     /// The compute stream is a thread of its own, as it is on a device, not the rank's.
@@ -118,6 +120,7 @@ impl Setting {
             poison: choose(2) == 0,
             reshard: choose_of(&[Mode::Always, Mode::Never, Mode::Within, Mode::Mixed]),
             wire: choose_of(&[Dtype::F32, Dtype::F32, Dtype::BF16]),
+            weights: choose_of(&[Dtype::F32, Dtype::BF16]),
             frozen: choose(3) == 0,
             device: choose(2) == 0,
             forwards: [first, if choose(3) == 0 { choose_of(&FORWARDS) } else { first }],

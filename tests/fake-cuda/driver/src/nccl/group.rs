@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use super::calls::Part;
 use super::comm::{Life, wait_until_formed};
 use super::{Answer, Code, call, rendezvous};
+use crate::abi::{Out, Raw};
 use crate::queue::StreamId;
 use crate::scheduler::Mode;
 use crate::state::Held;
@@ -20,18 +21,29 @@ pub struct Group {
     pub forming: Vec<usize>,
 }
 
-/// Parts that NCCL has accepted and not yet put on their streams.
+/// What NCCL has accepted and not yet done.
 ///
 /// A call on a communicator that does not block may return before it has done anything: an event recorded then is
-/// recorded before it. Here it always does, until `ncclCommGetAsyncError` has been asked.
+/// recorded before it, and a handle that it gives is written later. Here it always does, until `ncclCommGetAsyncError`
+/// has been asked.
 pub struct HeldBack {
-    parts: Vec<(StreamId, Part)>,
+    what: Left,
     asked: bool,
+}
+
+enum Left {
+    /// Parts to be put on their streams.
+    Parts(Vec<(StreamId, Part)>),
+    /// The handle of a window, to be written to this address.
+    Window { comm: usize, out: usize, handle: Raw },
 }
 
 impl HeldBack {
     fn concerns(&self, comm: usize) -> bool {
-        self.parts.iter().any(|(_, part)| part.comm == comm)
+        match &self.what {
+            Left::Parts(parts) => parts.iter().any(|(_, part)| part.comm == comm),
+            Left::Window { comm: of, .. } => *of == comm,
+        }
     }
 }
 
@@ -64,12 +76,21 @@ fn launch(held: &mut Held, parts: Vec<(StreamId, Part)>) -> Answer {
     if blocking || held.scheduler.mode == Mode::Earliest {
         return rendezvous::submit(held, parts);
     }
-    held.nccl.held_back.push(HeldBack { parts, asked: false });
+    held.nccl.held_back.push(HeldBack { what: Left::Parts(parts), asked: false });
     Err(Code::IN_PROGRESS)
 }
 
-/// Puts on their streams what a communicator's calls left behind, once it has been asked for twice; whether nothing is
-/// left behind.
+/// Gives the handle of a window: later, where the communicator does not block.
+pub fn give_window(held: &mut Held, comm: usize, out: &Out<Raw>, handle: Raw) -> Answer {
+    if held.nccl.comms[comm].blocking || held.scheduler.mode == Mode::Earliest {
+        return Ok(out.set(handle)?);
+    }
+    let what = Left::Window { comm, out: out.address(), handle };
+    held.nccl.held_back.push(HeldBack { what, asked: false });
+    Err(Code::IN_PROGRESS)
+}
+
+/// Does what a communicator's calls left behind, once it has been asked for twice; whether nothing is left behind.
 pub fn submit_held_back(held: &mut Held, comm: usize) -> Answer<bool> {
     let Some(index) = held.nccl.held_back.iter().position(|batch| batch.concerns(comm)) else {
         return Ok(true);
@@ -77,8 +98,10 @@ pub fn submit_held_back(held: &mut Held, comm: usize) -> Answer<bool> {
     if !std::mem::replace(&mut held.nccl.held_back[index].asked, true) {
         return Ok(false);
     }
-    let batch = held.nccl.held_back.remove(index);
-    rendezvous::submit(held, batch.parts)?;
+    match held.nccl.held_back.remove(index).what {
+        Left::Parts(parts) => rendezvous::submit(held, parts)?,
+        Left::Window { out, handle, .. } => Out::at(out).set(handle)?,
+    }
     Ok(true)
 }
 

@@ -4,7 +4,7 @@
 
 use std::ffi::c_int;
 
-use super::{Answer, Code, call};
+use super::{Answer, Code, call, group};
 use crate::abi::{Out, Raw};
 use crate::driver::{allocate_on_device, current_context, free_now};
 use crate::heap::Place;
@@ -25,8 +25,8 @@ pub extern "C" fn ncclMemFree(address: Raw) -> Code {
 }
 
 /// Registers memory with a communicator, and gives the handle.
-fn register(held: &mut Held, comm: Raw, start: usize, bytes: usize, window: bool) -> Answer<Raw> {
-    let comm = held.find_comm(comm)?;
+fn register(held: &mut Held, comm: usize, start: usize, bytes: usize, window: bool) -> Answer<Raw> {
+    group::check_settled(held, comm, "a registration")?;
     let name = held.nccl.comms[comm].name.clone();
     let place = held.heap.holding(start).filter(|b| start + bytes <= b.range().end).map(|b| b.place);
     let accepted = match place {
@@ -48,6 +48,7 @@ fn register(held: &mut Held, comm: Raw, start: usize, bytes: usize, window: bool
 
 fn deregister(held: &mut Held, comm: Raw, handle: Raw) -> Answer {
     let comm = held.find_comm(comm)?;
+    group::check_settled(held, comm, "the end of a registration")?;
     let known = Tag::Registration.index(handle);
     match known.and_then(|number| held.nccl.comms[comm].registrations.remove(&number)) {
         Some(_) => Ok(()),
@@ -61,6 +62,7 @@ fn deregister(held: &mut Held, comm: Raw, handle: Raw) -> Answer {
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommRegister(comm: Raw, buffer: Raw, bytes: usize, handle: Out<Raw>) -> Code {
     call(|held| {
+        let comm = held.find_comm(comm)?;
         let registration = register(held, comm, buffer, bytes, false)?;
         Ok(handle.set(registration)?)
     })
@@ -80,8 +82,9 @@ pub extern "C" fn ncclCommWindowRegister(
     _flags: c_int,
 ) -> Code {
     call(|held| {
+        let comm = held.find_comm(comm)?;
         let registration = register(held, comm, buffer, bytes, true)?;
-        Ok(window.set(registration)?)
+        group::give_window(held, comm, &window, registration)
     })
 }
 

@@ -107,7 +107,7 @@ pub fn submit_again(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Outc
 }
 
 fn submit_on(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Answer {
-    let names = parts.iter().map(Part::name).collect::<Vec<_>>().join(" + ");
+    let names = parts.iter().map(|part| called(held, part)).collect::<Vec<_>>().join(" + ");
     let accesses = parts.iter().flat_map(Part::accesses).collect::<Vec<_>>();
     if held.record(stream, &names, &accesses, Act::Collectives(parts.clone()))? {
         return Ok(());
@@ -118,6 +118,18 @@ fn submit_on(held: &mut Held, stream: StreamId, parts: Vec<Part>) -> Answer {
     let parts = parts.into_iter().map(|part| (enter(held, launch, &part), part)).collect();
     held.nccl.launches.push(Launch { parts, at: Some(at), started: false });
     Ok(())
+}
+
+/// The name of a call, which says whether it has memory that its communicator has registered.
+fn called(held: &State, part: &Part) -> String {
+    let registrations = &held.nccl.comms[part.comm].registrations;
+    let is_registered = |start: usize, bytes: usize| {
+        bytes > 0 && registrations.values().any(|known| known.start <= start && start + bytes <= known.end)
+    };
+    let registered =
+        is_registered(part.send, part.sent_bytes()) || is_registered(part.receive, part.received_bytes());
+    let of = if registered { " of registered memory" } else { "" };
+    format!("{}{of}", part.name())
 }
 
 /// Reports calls of one group that touch the same bytes: nothing orders them.
