@@ -256,7 +256,8 @@ fn ranks_that_call_different_collectives_are_told_at_once() {
 /// Lengths or dtypes that NCCL itself would take for what they are not: nothing that comes of it is handed out.
 #[test]
 fn ranks_whose_buffers_differ_get_no_garbage() {
-    let cases: [(&str, fn(&Rank) -> (Dtype, usize)); 3] = [
+    type Brought = fn(&Rank) -> (Dtype, usize);
+    let cases: [(&str, Brought); 3] = [
         ("part 0 is 8 x f32 on rank 0, 10 x f32 on rank 1", |rank| (Dtype::F32, 8 + 2 * rank.rank())),
         ("part 0 is 8 x f32 on rank 0, 8 x bf16 on rank 1", |rank| {
             ([Dtype::F32, Dtype::BF16][rank.rank()], 8)
