@@ -155,6 +155,13 @@
 //! # Ok::<(), fsdp::launch::LaunchError>(())
 //! ```
 
+//!
+//! # Features
+//! By default ranks compute on the CPU and nothing has to be installed.
+//! - `cuda`: models on NVIDIA GPUs, with candle's CUDA tensors: [`DeviceMesh::on`](comm::DeviceMesh::on) a device that
+//!   `fsdp::cuda::device` makes. Needs a CUDA toolkit to build, as candle does; ranks that are threads may share a GPU.
+//! - `nccl`: ranks with a GPU each.
+
 // Lets the derive's absolute paths resolve inside this crate too.
 extern crate self as fsdp;
 
