@@ -103,6 +103,28 @@ fn retired_memory_is_freed_in_the_order_of_its_stream() {
     }
 }
 
+/// It is freed at once, not in the order of a stream.
+#[test]
+fn pinned_memory_is_freed_when_no_stream_uses_it_any_more() {
+    for schedule in Schedule::all(5) {
+        let _session = Session::new(schedule);
+        let device = open();
+        let compute = device.compute("compute");
+        let side = device.stream("side", Priority::High).unwrap();
+        for stream in [&side, &compute] {
+            let slice = Slice::zeros_in(&device.memory(), Dtype::F32, 3, None).unwrap();
+            stream.wait(&compute.record()).unwrap();
+            let pinned = Slice::zeros_in(&device.pinned(), Dtype::F32, 3, None).unwrap();
+            // SAFETY: the memory is new.
+            unsafe { pinned.as_mut_slice::<f32>() }.copy_from_slice(&[1.0, 2.0, 3.0]);
+            stream.copy(&pinned, &slice).unwrap();
+            drop(pinned);
+            compute.wait(&stream.record()).unwrap();
+            assert_eq!(download(&device, &slice), [1.0, 2.0, 3.0]);
+        }
+    }
+}
+
 #[test]
 fn host_work_runs_in_order_and_its_failure_is_the_devices() {
     let _session = Session::new(Schedule::Latest);
