@@ -22,7 +22,7 @@ pub(crate) fn in_schedules(random: u64, mut run: impl FnMut(&str)) {
 }
 
 /// The same where steps are captured as graphs: candle keeps the shapes that it has uploaded for them, some bytes each, for
-/// ever, and so its stream. What else is found is a failure.
+/// ever, and so its stream; and tensors from before that are dropped in a capture which that makes void are lost. What else is found is a failure.
 pub(crate) fn in_schedules_with_graphs(random: u64, mut run: impl FnMut(&str)) {
     if is_real() {
         return run("on the device");
@@ -33,7 +33,7 @@ pub(crate) fn in_schedules_with_graphs(random: u64, mut run: impl FnMut(&str)) {
         let found = session.end();
         let is_kept = |finding: &Finding| {
             let bytes = finding.message.split(' ').next().and_then(|bytes| bytes.parse::<usize>().ok());
-            let small = finding.message.starts_with("stream") || bytes.is_some_and(|bytes| bytes <= 64);
+            let small = finding.message.starts_with("stream") || bytes.is_some_and(|bytes| bytes < 128);
             finding.kind == Kind::Leak && small
         };
         let others: Vec<_> = found.into_iter().filter(|finding| !is_kept(finding)).collect();

@@ -72,14 +72,12 @@ fn communicator_for(control: &Arc<dyn Communicator>, backend: &CudaBackend) -> R
     if all.windows(2).all(|pair| pair[0] == pair[1]) && control.shares_a_process() {
         return Ok(control.clone());
     }
-    let (rank, ordinal) = (control.rank(), device.ordinal());
     let gpu = |rank: usize| all[rank].get(12..);
-    if let Some(other) = (0..all.len()).find(|&other| other != rank && gpu(other) == gpu(rank)) {
+    let twin = |one: usize| (one + 1..all.len()).find(|&other| gpu(other) == gpu(one));
+    if let Some((one, other)) = (0..all.len()).find_map(|one| Some((one, twin(one)?))) {
         let message = format!(
-            "ranks {} and {} both have the GPU that is cuda:{ordinal} of rank {rank}, and not all ranks have it as threads \
-             of one process: give each rank its own, as by `World::local_rank`",
-            rank.min(other),
-            rank.max(other)
+            "ranks {one} and {other} have the same GPU, and not all ranks have it as threads of one process: give each \
+             rank its own, as by `World::local_rank`"
         );
         return Err(Error::Config(message));
     }

@@ -8,8 +8,9 @@ use super::config::GradientScaling;
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::optimizer::{DueStep, ShardedOptimizer};
-use crate::device::Stream;
+use crate::comm::{HostOp, Phase, Tag};
 use crate::device::cuda::{CudaBackend, CudaWork, Steps};
+use crate::device::{Slice, Stream};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 use crate::pipeline::Change;
@@ -17,12 +18,18 @@ use crate::pipeline::Change;
 /// A training step that the device does again by itself: every kernel, copy and collective of forward, backward and
 /// optimizer, in one launch. Made by [`ShardedOptimizer::capture`].
 ///
-/// It works at the addresses of the step that was captured: a new batch is copied into the tensors that the step read
-/// (`Tensor::slice_set`), and what the step made, its loss apart, is not kept.
+/// It works at the addresses of the step that was captured, so:
+/// - the tensors that the step read (batches, masks, tables) must be kept as long as it is launched, which nothing checks; a
+///   new batch is copied into them (`Tensor::slice_set`);
+/// - what the step made, its loss apart, must not be used after it;
+/// - it is launched by the thread that captured it: candle keeps shapes and strides on the device for each thread.
 #[derive(Debug)]
 pub struct StepGraph {
-    engine: Arc<Engine>,
+    /// First, as it is dropped first: NCCL's communicators end only when no graph holds them.
     work: CudaWork,
+    engine: Arc<Engine>,
+    /// The optimizer's state, which the graph updates.
+    states: Vec<Vec<Slice>>,
     /// One element, of f32.
     loss: Tensor,
     /// The units that have gradients in the step.
@@ -30,8 +37,8 @@ pub struct StepGraph {
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
-    /// Takes two training steps: the first as always, so that all memory is there and the order of units is known, the
-    /// second captured and launched as a graph, which can then be launched for further steps.
+    /// Takes three training steps: two as always, so that all memory, kernels and communicators are there and the order of
+    /// units is known, the third captured and launched as a graph, which can then be launched for further steps.
     ///
     /// `step` runs the forward and the backward of one step, with one or more microbatches, and returns the loss; the
     /// optimizer's own step is added. All shapes must be the same in every step, and nothing in it may wait for the device
@@ -44,8 +51,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// Before anything is done, [`Error::Config`] if the model is not on a CUDA device, several ranks share one device
     /// (their streams wait for each other, which a graph of one of them cannot hold; NCCL's collectives it can), the update
     /// rule has no kernel, gradients are scaled per token or checked, times are traced, or steps are taken in the backward.
-    /// Those of `step`; [`Error::Usage`] with the reason if it cannot be captured: the first step counts, the second has not
-    /// happened.
+    /// Those of `step`; [`Error::Usage`] with the reason if it cannot be captured, on all ranks if it is so on one: the first
+    /// two steps count, the third has not happened.
     pub fn capture<M>(
         &mut self,
         model: &mut Fsdp<M>,
@@ -57,16 +64,19 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         // Small uploads of candle's kernels, dims and strides, are kept on the device from here on.
         let tensors = backend.tensors_on_cuda();
         let _kept = tensors.enable_cuda_graph_htod_cache();
-        drop(step(model)?);
-        self.step(model)?;
         let loss = Tensor::zeros(1, DType::F32, engine.backend.tensors())?;
+        for _ in 0..2 {
+            // As in the captured step: the kernels that it launches have to be loaded before.
+            loss.slice_set(&step(model)?.to_dtype(DType::F32)?.reshape(1)?, 0, 0)?;
+            self.step(model)?;
+        }
         let sides = engine.side_streams();
         for stream in sides.iter().chain([&engine.streams.compute]) {
             stream.record().synchronize()?;
         }
         let counts = (self.step_counts(), engine.state.lock().step);
         let mut with_gradient = Vec::new();
-        backend.set_steps(Steps::Captured);
+        let steps = CapturedSteps::begin(backend);
         let captured = backend.stream().capture(&sides, || -> Result<()> {
             let found = step(model)?;
             loss.slice_set(&found.to_dtype(DType::F32)?.reshape(1)?, 0, 0)?;
@@ -76,7 +86,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             drop(state);
             self.step(model)
         });
-        backend.set_steps(Steps::Taken);
+        drop(steps);
+        engine.note_event("after the capture of a step as a graph".into());
+        let mut failed = [f64::from(u8::from(captured.is_err()))];
+        // The step that it was begun in: it is another one where it was captured.
+        let told = Tag { unit: "capture of a graph".into(), phase: Phase::Optimizer, step: counts.1 };
+        engine.comm.host_reduce(told, HostOp::Max, &mut failed)?;
+        let captured = match captured {
+            Ok(_) if failed != [0.0] => Err(Error::Usage("it failed on another rank".into())),
+            captured => captured,
+        };
         let work = match captured {
             Ok(((), work)) => work,
             Err(error) => {
@@ -86,7 +105,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 return Err(Error::Usage(format!("the step cannot be captured as a graph: {error}")));
             }
         };
-        let graph = StepGraph { engine: engine.clone(), work, loss, with_gradient };
+        let graph =
+            StepGraph { work, engine: engine.clone(), states: self.states().to_vec(), loss, with_gradient };
         graph.run(backend)?;
         Ok(graph)
     }
@@ -126,12 +146,14 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
 impl StepGraph {
     /// Takes a step by launching the graph, with the optimizer's present settings; returns the loss, a scalar of f32 that the
-    /// next launch overwrites. Nothing waits for the device.
+    /// next launch overwrites. The host is at most one launch ahead of the device.
     ///
-    /// Every rank must call it.
+    /// Every rank must call it; ranks wait for each other on the host first, as nothing else would end a collective in the
+    /// graph that a rank does not come to.
     ///
     /// # Errors
-    /// [`Error::Usage`] if model or optimizer are not those of the capture, or a step is under way; those of the device.
+    /// [`Error::Usage`] if model or optimizer are not those of the capture, or a step is under way; a rank that does not
+    /// come; those of the device.
     pub fn launch<M, O: Optimizer>(
         &self,
         model: &mut Fsdp<M>,
@@ -143,6 +165,11 @@ impl StepGraph {
         }
         optimizer.check(engine)?;
         let backend = optimizer.capturable(engine)?;
+        let addresses =
+            |states: &[Vec<Slice>]| states.iter().flatten().map(Slice::as_ptr).collect::<Vec<_>>();
+        if addresses(&self.states) != addresses(optimizer.states()) {
+            return Err(Error::Usage("this graph was captured with another optimizer".into()));
+        }
         if engine.state.lock().received.contains(&true) {
             return Err(Error::Usage(
                 "a step has begun: step the optimizer, or forget its gradients with `reset_step`, before a graph is \
@@ -151,6 +178,9 @@ impl StepGraph {
             ));
         }
         engine.settle()?;
+        if engine.comm.size() > 1 {
+            engine.comm.host_barrier(engine.tag("launch of a graph", Phase::Optimizer))?;
+        }
         optimizer.count_step();
         let at = StepInfo { step: optimizer.steps(), grad_scale: 1.0 };
         let due = DueStep::replayed(engine, at, self.with_gradient.clone());
@@ -177,6 +207,22 @@ impl StepGraph {
     fn run(&self, backend: &CudaBackend) -> Result<()> {
         backend.copy_tables()?;
         Ok(self.work.launch(&[])?)
+    }
+}
+
+/// Updates are captured while this lives, whether a step fails or unwinds.
+struct CapturedSteps<'a>(&'a CudaBackend);
+
+impl<'a> CapturedSteps<'a> {
+    fn begin(backend: &'a CudaBackend) -> Self {
+        backend.set_steps(Steps::Captured);
+        CapturedSteps(backend)
+    }
+}
+
+impl Drop for CapturedSteps<'_> {
+    fn drop(&mut self) {
+        self.0.set_steps(Steps::Taken);
     }
 }
 

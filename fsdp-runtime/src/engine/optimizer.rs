@@ -361,6 +361,12 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(())
     }
 
+    /// State buffers of each bucket.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn states(&self) -> &[Vec<Slice>] {
+        &self.states
+    }
+
     /// Whether all updates are done by kernels of the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn has_kernels(&self) -> bool {

@@ -50,7 +50,10 @@ fn ranks_that_share_some_devices_are_refused() {
         world.data_parallel_mesh().on(&device).map(drop)
     });
     let error = outcome.unwrap_err().to_string();
-    assert!(error.contains("ranks 0 and 1 both have the GPU that is cuda:0 of rank "), "{error}");
+    assert!(
+        error.contains("ranks 0 and 1 have the same GPU, and not all ranks have it as threads"),
+        "{error}"
+    );
     drop(session);
 }
 

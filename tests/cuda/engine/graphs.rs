@@ -14,10 +14,15 @@ fn learning_rate(step: usize) -> f64 {
 }
 
 /// The losses of all steps and the weights, from a graph or without.
-fn train(on: On, ranks: usize, config: &FsdpConfig, graph: bool) -> Vec<(Vec<f32>, Vec<f32>)> {
-    let outcome = launch::local(ranks, |world| -> fsdp::Result<_> {
+fn train(
+    on: On,
+    (outer, ranks): (usize, usize),
+    config: &FsdpConfig,
+    graph: bool,
+) -> Vec<(Vec<f32>, Vec<f32>)> {
+    let outcome = launch::local(outer * ranks, |world| -> fsdp::Result<_> {
         let device = on.device(&world)?;
-        let mesh = world.data_parallel_mesh().on(&device)?;
+        let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", ranks)])?.on(&device)?;
         let mut model = Model::new(WIDTH, 3, &device)?.fully_shard_with(&mesh, config)?;
         let mut optimizer = model.optimizer(AdamW::default())?;
         let input = batch(WIDTH, 0, &device)?;
@@ -33,19 +38,19 @@ fn train(on: On, ranks: usize, config: &FsdpConfig, graph: bool) -> Vec<(Vec<f32
             unreachable!("a loop of two")
         };
         let mut losses = Vec::new();
-        // The first two steps have one batch and one learning rate.
+        // The first three steps have one batch and one learning rate.
         optimizer.set_learning_rate(learning_rate(0));
         input.slice_set(&batch(WIDTH, world.rank(), &device)?, 0, 0)?;
         let captured = if graph {
             Some(optimizer.capture(&mut model, step)?)
         } else {
-            for _ in 0..2 {
+            for _ in 0..3 {
                 drop(step(&model)?);
                 optimizer.step(&mut model)?;
             }
             None
         };
-        for index in 2..STEPS {
+        for index in 3..STEPS {
             input.slice_set(&batch(WIDTH, 10 * index + world.rank(), &device)?, 0, 0)?;
             optimizer.set_learning_rate(learning_rate(index));
             let loss = match &captured {
@@ -73,7 +78,7 @@ fn train(on: On, ranks: usize, config: &FsdpConfig, graph: bool) -> Vec<(Vec<f32
     outcome.unwrap_or_else(|error| panic!("{on:?}, graph {graph}: {error}"))
 }
 
-fn compare(on: On, ranks: usize, config: &FsdpConfig, what: &str) {
+fn compare(on: On, ranks: (usize, usize), config: &FsdpConfig, what: &str) {
     in_schedules_with_graphs(2, |schedule| {
         let (graph, plain) = (train(on, ranks, config, true), train(on, ranks, config, false));
         assert_eq!(graph, plain, "{what}, {on:?}, {schedule}");
@@ -86,7 +91,7 @@ fn a_graph_of_a_step_computes_the_same_bits() {
         [(Recompute::None, true), (Recompute::Unit, true), (Recompute::None, false)]
     {
         let config = FsdpConfig { recompute, double_buffer, ..FsdpConfig::default() };
-        compare(On::OneDevice, 1, &config, &format!("{recompute:?}, {double_buffer}"));
+        compare(On::OneDevice, (1, 1), &config, &format!("{recompute:?}, {double_buffer}"));
     }
 }
 
@@ -99,8 +104,115 @@ fn collectives_of_nccl_are_in_the_graph() {
     }
     for strategy in [Strategy::Optim, Strategy::OptimGrads, Strategy::OptimGradsParams] {
         let config = FsdpConfig { strategy, ..FsdpConfig::default() };
-        compare(On::ADeviceEach, 2, &config, &format!("{strategy}"));
+        compare(On::ADeviceEach, (1, 2), &config, &format!("{strategy}"));
     }
+    if crate::support::is_real() {
+        return;
+    }
+    for outer in [OuterStrategy::NoShard, OuterStrategy::Optim] {
+        let config = FsdpConfig { outer, ..FsdpConfig::default() };
+        compare(On::ADeviceEach, (2, 2), &config, &format!("outer {outer}"));
+    }
+}
+
+/// A model, an optimizer and a step for each test of what is refused.
+fn prepared(
+    on: On,
+    world: &launch::World,
+    config: &FsdpConfig,
+) -> fsdp::Result<(Fsdp<Model>, ShardedOptimizer<AdamW>, Tensor)> {
+    let device = on.device(world)?;
+    let mesh = world.data_parallel_mesh().on(&device)?;
+    let model = Model::new(WIDTH, 2, &device)?.fully_shard_with(&mesh, config)?;
+    let optimizer = model.optimizer(AdamW::default())?;
+    let input = batch(WIDTH, world.rank(), &device)?;
+    Ok((model, optimizer, input))
+}
+
+fn plain_step(
+    model: &mut Fsdp<Model>,
+    optimizer: &mut ShardedOptimizer<AdamW>,
+    input: &Tensor,
+) -> fsdp::Result<f32> {
+    let loss: Tensor = model.forward(input)?;
+    model.backward(&loss)?;
+    optimizer.step(model)?;
+    Ok(loss.to_scalar()?)
+}
+
+#[test]
+fn memory_from_before_that_a_step_frees_makes_it_no_graph_and_training_goes_on() {
+    in_schedules_with_graphs(1, |schedule| {
+        let outcome = launch::local(1, |world| -> fsdp::Result<String> {
+            let (mut model, mut optimizer, input) = prepared(On::OneDevice, &world, &FsdpConfig::default())?;
+            let mut last = None;
+            let error = optimizer
+                .capture(&mut model, |model| {
+                    let loss: Tensor = model.forward(&input)?;
+                    model.backward(&loss)?;
+                    // Drops the loss of the step before.
+                    last = Some(loss.clone());
+                    Ok(loss)
+                })
+                .expect_err("it cannot be captured");
+            drop(last);
+            assert!(plain_step(&mut model, &mut optimizer, &input)?.is_finite());
+            assert_eq!((optimizer.steps(), model.step_count()), (3, 3));
+            Ok(error.to_string())
+        });
+        let said = outcome.unwrap_or_else(|error| panic!("{schedule}: {error}")).swap_remove(0);
+        assert!(said.starts_with("the step cannot be captured as a graph: "), "{schedule}: {said}");
+    });
+}
+
+#[test]
+fn a_graph_is_not_launched_with_another_optimizer() {
+    in_schedules_with_graphs(0, |_| {
+        let outcome = launch::local(1, |world| -> fsdp::Result<String> {
+            let (mut model, mut optimizer, input) = prepared(On::OneDevice, &world, &FsdpConfig::default())?;
+            let graph = optimizer.capture(&mut model, |model| {
+                let loss: Tensor = model.forward(&input)?;
+                model.backward(&loss)?;
+                Ok(loss)
+            })?;
+            drop(optimizer);
+            let mut other = model.optimizer(AdamW::default())?;
+            let error = graph.launch(&mut model, &mut other).expect_err("it is another optimizer");
+            Ok(error.to_string())
+        });
+        let said = outcome.unwrap_or_else(|error| panic!("{error}")).swap_remove(0);
+        assert_eq!(said, "this graph was captured with another optimizer");
+    });
+}
+
+#[test]
+#[cfg(feature = "nccl")]
+fn a_step_that_one_rank_cannot_capture_no_rank_has() {
+    if crate::support::is_real() {
+        return;
+    }
+    in_schedules_with_graphs(0, |_| {
+        let outcome = launch::local(2, |world| -> fsdp::Result<String> {
+            let (mut model, mut optimizer, input) =
+                prepared(On::ADeviceEach, &world, &FsdpConfig::default())?;
+            let error = optimizer
+                .capture(&mut model, |model| {
+                    let loss: Tensor = model.forward(&input)?;
+                    model.backward(&loss)?;
+                    if world.rank() == 1 {
+                        // The host waits.
+                        let _value: f32 = loss.to_scalar()?;
+                    }
+                    Ok(loss)
+                })
+                .expect_err("rank 1 cannot capture it");
+            plain_step(&mut model, &mut optimizer, &input)?;
+            Ok(error.to_string())
+        });
+        let said = outcome.unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(said[0], "the step cannot be captured as a graph: it failed on another rank");
+        assert!(said[1].starts_with("the step cannot be captured as a graph: "), "{said:?}");
+    });
 }
 
 #[test]

@@ -90,7 +90,10 @@ impl Handle {
     pub(super) fn abort(&self) -> bool {
         const PATIENCE: Duration = Duration::from_millis(500);
         let Some(mut guard) = self.0.try_lock_for(PATIENCE) else { return false };
-        if let Some(Raw(comm)) = guard.take() {
+        let taken = guard.take();
+        // The call comes back only when no graph holds the communicator: meanwhile others see that it is gone.
+        drop(guard);
+        if let Some(Raw(comm)) = taken {
             // SAFETY: the communicator was alive, and nobody else has it any more. There is nothing to be done should it
             // fail: the device is given up.
             let _ = unsafe { sys::ncclCommAbort(comm) };

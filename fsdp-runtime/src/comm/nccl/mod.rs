@@ -198,6 +198,7 @@ impl NcclComm {
             let launch = Launch { comm: &comm, stream, number };
             if stream.is_capturing()? {
                 // A graph does it again and again, and no event of it can be asked about.
+                turn.scratch.captured();
                 work(&launch, &mut turn.scratch)?;
                 self.ledger.reached(number, Stage::Done);
                 return Ok(());

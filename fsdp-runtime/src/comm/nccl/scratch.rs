@@ -17,6 +17,10 @@ pub(super) struct Scratch {
     buffers: Vec<Slice>,
     /// What makes them; `None` for the device's own memory.
     allocate: Option<Allocate>,
+    /// A graph was captured with it, and has the addresses of its buffers.
+    captured: bool,
+    /// Buffers that were too small, and that graphs may write to.
+    kept: Vec<Slice>,
     /// The stream of its last use, and where that ends.
     used: Option<(Arc<cuda::CudaStream>, Arc<dyn Event>)>,
 }
@@ -73,7 +77,8 @@ impl Scratch {
         // The smaller one goes first: its memory may be what there is.
         let small = self.buffers.iter().position(|buffer| buffer.dtype() == dtype);
         if let Some(small) = small {
-            stream.retire(&[self.buffers.swap_remove(small)]);
+            let small = self.buffers.swap_remove(small);
+            if self.captured { self.kept.push(small) } else { stream.retire(&[small]) }
         }
         let device = stream.device();
         self.buffers.push(match &self.allocate {
@@ -81,6 +86,11 @@ impl Scratch {
             None => Slice::zeros_in(&device.memory(), dtype, len, None)?,
         });
         stream.wait(&device.compute(stream.name()).record())
+    }
+
+    /// It is used by what is captured now.
+    pub(super) fn captured(&mut self) {
+        self.captured = true;
     }
 
     /// The work on `stream` is over at `end`.

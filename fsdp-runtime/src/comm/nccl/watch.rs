@@ -101,7 +101,7 @@ impl Family {
             };
             if let Some(error) = self.failure(abandoned) {
                 self.device.fail(error);
-                watched.retain(|watched| !watched.comm.abort());
+                abort_all(&mut watched);
             } else {
                 watched.retain_mut(|watched| {
                     let ended = watched.look(closed);
@@ -135,6 +135,17 @@ impl Family {
             CommError::Stream { stream: self.device.name().to_owned(), message }
         })
     }
+}
+
+/// Aborts all communicators at once, and forgets those that have ended. One that a graph holds ends with the graph, whose
+/// work on another may have to be aborted for that.
+fn abort_all(watched: &mut Vec<Watched>) {
+    let ended: Vec<bool> = std::thread::scope(|scope| {
+        let calls: Vec<_> = watched.iter().map(|watched| scope.spawn(|| watched.comm.abort())).collect();
+        calls.into_iter().map(|call| call.join().unwrap_or(false)).collect()
+    });
+    let mut ended = ended.into_iter();
+    watched.retain(|_| !ended.next().unwrap_or(false));
 }
 
 /// Fails the world if a collective does not end in time. The one that is named was enqueued first of those that have not

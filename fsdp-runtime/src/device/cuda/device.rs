@@ -85,6 +85,7 @@ impl CudaDevice {
         let context = compute.context().clone();
         // SAFETY: as in `open`; candle's slices are allocated, used and freed on its one stream.
         unsafe { context.disable_event_tracking() };
+        keep_freed_memory(&context)?;
         let kernels = Kernels::load(&context, &options.kernels)?;
         let name = format!("cuda:{}", context.ordinal());
         let (origin, failure) = (Mutex::default(), Mutex::default());
@@ -211,5 +212,25 @@ pub(super) fn require_driver() -> Result<(), CudaError> {
     Err(CudaError::MissingLibrary {
         library: "the CUDA driver (libcuda.so.1)",
         install: "install NVIDIA's driver for this machine's GPU, and see that `nvidia-smi` works",
+    })
+}
+
+/// Has the driver keep what is freed for what is allocated next: by default it gives all of it back whenever the host
+/// waits for the device.
+fn keep_freed_memory(context: &cuda::CudaContext) -> Result<(), CudaError> {
+    let all = u64::MAX;
+    let threshold = cuda::sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    let mut pool = std::ptr::null_mut();
+    // SAFETY: the first call writes the handle of the device's own pool, which lasts; the attribute is a u64 that the second
+    // one reads.
+    let set = unsafe {
+        cuda::sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()).result().and_then(|()| {
+            cuda::sys::cuMemPoolSetAttribute(pool, threshold, (&raw const all).cast_mut().cast()).result()
+        })
+    };
+    set.map_err(|error| CudaError::Call {
+        ordinal: context.ordinal(),
+        call: "setting up its memory pool",
+        message: words(error),
     })
 }

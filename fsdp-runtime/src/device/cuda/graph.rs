@@ -50,7 +50,11 @@ impl Capture<'_> {
         self.ended = true;
         // Memory that a launch allocates and the work does not free, a later launch frees.
         let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        // What drops have met in a void capture would keep it from being ended, and later calls from being made.
+        let context = self.stream.context();
+        let _ = context.check_err();
         let graph = self.stream.end_capture(flags);
+        let _ = context.check_err();
         self.device.state().capture.active.store(false, Ordering::Relaxed);
         // Blocks that could not be freed during the capture are now.
         drop(std::mem::take(&mut *self.device.state().capture.kept.lock()));
