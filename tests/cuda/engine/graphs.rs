@@ -264,3 +264,33 @@ fn what_cannot_be_captured_is_refused_with_the_reason() {
         assert!(said.contains("the host cannot wait for the device in a step that is captured"), "{said}");
     });
 }
+
+#[test]
+#[cfg(feature = "nccl")]
+fn a_rank_that_does_not_launch_the_graph_ends_the_others_wait() {
+    use fake_cuda::{Kind, Schedule, Session};
+
+    if crate::support::is_real() {
+        return;
+    }
+    let session = Session::with_all_kernels(Schedule::Latest);
+    let outcome = launch::local(2, |world| -> fsdp::Result<()> {
+        let (mut model, mut optimizer, input) = prepared(On::ADeviceEach, &world, &FsdpConfig::default())?;
+        let graph = optimizer.capture(&mut model, |model| {
+            let loss: Tensor = model.forward(&input)?;
+            model.backward(&loss)?;
+            Ok(loss)
+        })?;
+        // Rank 1 is out of batches.
+        if world.rank() == 0 {
+            let loss = graph.launch(&mut model, &mut optimizer)?;
+            let _value: f32 = loss.to_scalar()?;
+        }
+        Ok(())
+    });
+    let said = outcome.expect_err("rank 1 does not come").to_string();
+    assert!(said.contains("rank 0 failed: ") && said.contains("launch of a graph"), "{said}");
+    // What may be in use on a device that has failed is kept.
+    let found = session.end();
+    assert!(found.iter().all(|finding| finding.kind == Kind::Leak), "{found:?}");
+}
