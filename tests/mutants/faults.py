@@ -1,0 +1,184 @@
+"""The faults that `run.py` plants in `fsdp-runtime`: a name, a file below `fsdp-runtime/src`, and a place in it.
+
+Kinds of planting, by what stands at the place:
+  value(old, new)   an expression; with the fault it is `new`
+  without(old)      a statement; with the fault it is left out
+  text(old, new)    anything; in `new`, `FAULT` is true with the fault
+The text `old` must stand exactly once in the file. `after` names a text that must come before it, where it stands more often:
+the first place behind that text counts.
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    after: str = ""
+
+
+FAULTS: list[Fault] = []
+
+
+def text(name, file, old, new, after=""):
+    FAULTS.append(Fault(name, file, old, new, after))
+
+
+def value(name, file, old, new, after=""):
+    text(name, file, old, f"(if FAULT {{ {new} }} else {{ {old} }})", after)
+
+
+def without(name, file, old, after=""):
+    text(name, file, old, f"if !FAULT {{ {old} }}", after)
+
+
+# Reductions -----------------------------------------------------------------------------------------------------------
+
+REDUCE = "comm/local/reduce.rs"
+text("the last rank is left out of sums", REDUCE,
+     "in sources.iter().enumerate()",
+     "in sources.iter().take(if FAULT { (sources.len() - 1).max(1) } else { sources.len() }).enumerate()")
+text("a 16-bit sum is rounded after each rank", REDUCE,
+     "_ => S::add(arch, chunk, sum),\n            }",
+     "_ => S::add(arch, chunk, sum),\n            }\n"
+     "            if FAULT && S::DTYPE == Dtype::BF16 { sum.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()); }")
+text("sums overwrite what they are to be added to", REDUCE,
+     "Accumulate::Overwrite => D::store(arch, sum, scale, out),",
+     "_ if FAULT => D::store(arch, sum, scale, out),\n            Accumulate::Overwrite => D::store(arch, sum, scale, out),")
+value("bf16 is cut off, not rounded", REDUCE,
+      "bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16", "bits >> 16")
+value("an f32 sum that is added is not scaled", REDUCE, "*sum * scale", "*sum", after="fn store_added(arch: Arch, sum: &mut [f32], scale: f32, out: &mut [f32])")
+value("an f32 sum that is stored is not scaled", REDUCE, "*sum * scale", "*sum", after="fn store(arch: Arch, sum: &mut [f32], scale: f32, out: &mut [f32])")
+
+GRADS = "pipeline/grad_reduce.rs"
+text("a later microbatch overwrites the earlier ones", GRADS,
+     "let add = self.units[unit].accumulated;", "let add = self.units[unit].accumulated && !FAULT;")
+without("gradients of the last step are kept", GRADS,
+        "(unit.accumulated, unit.synced, unit.outer_synced) = (false, false, false);")
+text("outer ranks do not reduce", GRADS,
+     "{ self.reduce_outer(groups, unit, moment) } else { Ok(()) }",
+     "{ if FAULT { Ok(()) } else { self.reduce_outer(groups, unit, moment) } } else { Ok(()) }")
+value("outer ranks reduce in every microbatch", GRADS, "sync == Sync::Step", "true",
+      after="self.reduce_whole(groups, unit, moment)?;\n        }\n        if ")
+value("gradients are summed, not averaged", "engine/sharding.rs",
+      "(1.0 / parts.comm.size() as f64) as f32", "1.0")
+text("gradients are averaged over the inner ranks only", "engine/sharding.rs",
+     "GradientScaling::Mean =>", "GradientScaling::Mean if FAULT => (1.0 / parts.shard_comm.size() as f64) as f32,\n                GradientScaling::Mean =>")
+without("a parameter without gradient keeps what its bucket held", "engine/gradients.rs",
+        "fill(&*self.streams.compute, &slice, Fill::Zero)?;")
+value("a second gradient of a parameter replaces the first", "engine/sink.rs", "open.written", "false", after="let add = ")
+text("a second fused gradient replaces the first", "engine/sink.rs",
+     "if open.written { Accumulate::Add }", "if open.written && !FAULT { Accumulate::Add }", after="pub fn accumulate_f32")
+
+# Layout ---------------------------------------------------------------------------------------------------------------
+
+MODEL = "layout/model.rs"
+text("buckets of the root are not closed", MODEL,
+     "param.key.unit == 0 && bucket_size", "!FAULT && param.key.unit == 0 && bucket_size")
+text("a tied parameter shares a bucket", MODEL, "if param.shared {", "if param.shared && !FAULT {", after="fn members_of_buckets")
+value("parameters start anywhere", MODEL, "element_start(cursor, len, align)", "cursor")
+text("rows are cut", "layout/row.rs", "if end <= boundary {", "if end <= boundary || FAULT {")
+text("padding is not cleared", "layout/bucket.rs",
+     "filter(|(end, start)| end < start)", "filter(|(end, start)| end < start && !FAULT)")
+value("an item's part is that of another rank", "layout/bucket.rs", "start - item.start..end - item.start",
+      "0..end - start")
+text("outer ranks all own the first part", "buffer.rs",
+     "layout.outer_part(rank, outer_rank)", "layout.outer_part(rank, if FAULT { 0 } else { outer_rank })")
+
+# Schedule -------------------------------------------------------------------------------------------------------------
+
+GATHER = "pipeline/all_gather.rs"
+text("gathered weights outlive a step", GATHER,
+     "if self.options.strategy.shards_optim() || self.options.outer.is_some() {",
+     "if !FAULT && (self.options.strategy.shards_optim() || self.options.outer.is_some()) {")
+text("outer ranks' updates are not gathered", GATHER, "weights.outer_stale = true", "weights.outer_stale = !FAULT")
+text("neighbours keep the part of the next one", GATHER,
+     "let (rank, ranks) = (neighbours.rank(), neighbours.size());",
+     "let (rank, ranks) = (neighbours.rank(), neighbours.size());\n            let rank = if FAULT { (rank + 1) % ranks } else { rank };")
+value("nothing is prefetched", GATHER, "self.options.prefetch.forward", "0")
+value("nothing is prefetched in the backward", GATHER, "self.options.prefetch.backward", "0")
+text("weights are given up at once", GATHER, "!self.options.double_buffer) && !keep {", "!self.options.double_buffer || FAULT) && !keep {")
+text("evaluation leaves units gathered", "engine/core.rs",
+     "if !training {", "if !training && !FAULT {")
+without("weights that changed are not noticed", "engine/core.rs", "state.weights_version += 1;")
+text("a unit is reduced while an enclosing one may run it again", "engine/gradients.rs",
+     "enclosing.iter().all(|&unit| state.units[unit].pending <= 1)", "enclosing.iter().all(|&unit| FAULT || state.units[unit].pending <= 1)")
+value("a unit that runs twice is reduced twice", "engine/gradients.rs", "state.units[self.unit].pending == 0", "true")
+text("the order of units is not checked", "pipeline/order.rs",
+     "if self.learnt.get(self.seen.len()) != Some(&unit) {", "if !FAULT && self.learnt.get(self.seen.len()) != Some(&unit) {")
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+ADAMW = "optim/adamw.rs"
+value("adamw does not correct the second moment", ADAMW, "(1.0 - beta2.powf(t)).sqrt()", "1.0_f64")
+value("adamw does not correct the first moment", ADAMW, "(lr / (1.0 - beta1.powf(t)))", "lr")
+value("adamw decays without the learning rate", ADAMW, "1.0 - lr * weight_decay", "1.0 - weight_decay", after="decay: (if decay { ")
+value("adamw does not scale gradients", ADAMW, "g[i] * grad_scale", "g[i]")
+text("what is not to decay decays", "optim/sgd.rs", "if segment.decay {", "if segment.decay || FAULT {")
+value("sgd takes plain momentum for nesterov's", "optim/sgd.rs", "g + self.momentum * *b", "*b", after="let update = if self.nesterov { ")
+value("muon does not scale by shape", "optim/muon.rs", "(rows as f64 / cols as f64).max(1.0).sqrt()", "1.0_f64")
+value("an idle unit's steps count", "engine/optimizer.rs", "self.unit_steps[bucket.layout.key.unit]", "self.steps", after="let at = StepInfo { step: ")
+value("a group's settings are another parameter's", "engine/optimizer.rs",
+      "*self.groups.of(*param).overrides()", "Default::default()", after="let overrides = ")
+without("the clipping factor lasts beyond its step", "engine/optimizer.rs", "state.forget_factors();")
+value("a norm is its square", "engine/fsdp.rs", "sum[0].sqrt()", "sum[0]")
+value("replicas count in the norm", "engine/fsdp.rs", "cut_by_outer || engine.outer_comm.rank() == 0", "true")
+text("small gradients are scaled up", "optim/norm.rs", "if scale > 1.0 {", "if scale > 1.0 && !FAULT {")
+value("gradients are divided by the rank's own tokens", "engine/tokens.rs", "(1.0 / total[0])", "(1.0 / (own as f64).max(1.0))")
+without("the tokens of the last step count", "engine/optimizer.rs", "state.tokens = Default::default();")
+value("a scaler steps on overflow", "engine/loss_scale.rs", "norm.is_finite()", "true || norm.is_finite()")
+value("an average keeps what it should take", "engine/ema.rs", "self.next_decay()", "1.0 - self.next_decay()", after="let decay = ")
+text("an average does not warm up", "engine/ema.rs", "if self.warmup {", "if self.warmup && !FAULT {")
+value("averaged weights stay in the model", "engine/ema.rs", "engine.exchange_weights(&ema.shards)", "Ok(())", after="let back = ")
+value("the owner of a parameter is not the one that updates it", "engine/owner_step.rs",
+      "self.owners[item.param].expect(\"owned\")", "(self.owners[item.param].expect(\"owned\") + 1) % engine.comm.size()")
+
+# Initial values and random numbers ------------------------------------------------------------------------------------
+
+text("all parameters have one name for their initial values", "random.rs",
+     "Words::of(seed, fnv1a(name.as_bytes()))", "Words::of(seed, if FAULT { 7 } else { fnv1a(name.as_bytes()) })")
+text("the seed does not matter", "random.rs",
+     "pub(crate) fn named(seed: u64, name: &str) -> Self {",
+     "pub(crate) fn named(seed: u64, name: &str) -> Self {\n        let seed = if FAULT { 7 } else { seed };")
+text("each shard starts with the first values", "init.rs", "words.seek(range.start);", "words.seek(if FAULT { 0 } else { range.start });")
+text("normal values of each shard are the first ones", "init.rs",
+     "normal(Words::named(seed, name), mean, std, range.start, out)",
+     "normal(Words::named(seed, name), mean, std, if FAULT { 0 } else { range.start }, out)")
+text("every step drops the same", "random.rs", "mix(seed, step)", "mix(seed, if FAULT { 0 } else { step })")
+text("every sample drops the same", "random.rs",
+     "self.first_sample.wrapping_add(sample)", "self.first_sample.wrapping_add(if FAULT { 0 } else { sample })")
+text("every draw is the same", "random.rs", "mix(self.key, draw)", "mix(self.key, if FAULT { 0 } else { draw })")
+
+# Precision ------------------------------------------------------------------------------------------------------------
+
+text("there are no main weights", "buffer.rs",
+     "precision.main_weights && dtype != Dtype::F32", "precision.main_weights && !FAULT && dtype != Dtype::F32")
+without("main weights are not installed", "engine/full.rs",
+        "cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.held()))?;")
+text("inputs are not cast", "engine/core.rs", "if precision.cast_inputs {", "if precision.cast_inputs && !FAULT {")
+
+# Ties, frozen parameters, buffers ---------------------------------------------------------------------------------------
+
+text("a tie's other places give no gradient", "engine/gradients.rs",
+     "for variable in &slot.variables {", "for variable in slot.variables.iter().take(if FAULT { 1 } else { usize::MAX }) {")
+without("a tie across units stays in the first", "engine/collect.rs", "spec.key.unit = 0;")
+value("frozen parameters are trained", "engine/collect.rs", "!self.attrs.frozen.unwrap_or(false)", "true")
+value("what is marked no_decay decays", "engine/collect.rs", "item.attrs.no_decay.unwrap_or(false)", "false")
+value("a parameter's own initial value is ignored", "engine/collect.rs",
+      "self.attrs.init.unwrap_or(*self.param.init())", "*self.param.init()")
+text("buffers start as each rank has them", "engine/buffers.rs", "if bytes != *own {", "if bytes != *own && !FAULT {")
+
+# Checkpoints ------------------------------------------------------------------------------------------------------------
+
+RESTORE = "checkpoint/restore.rs"
+without("the step is not restored", RESTORE, "(state.step, state.seed) = (checkpoint.step(), checkpoint.index().seed);")
+value("each shard is restored from the tensor's start", RESTORE, "elements.start", "0", after="checkpoint.read_f32(MODEL, tensor.name, ")
+value("moments are restored from the tensor's start", RESTORE, "elements.start", "0", after="checkpoint.read_f32(section, tensor.name, ")
+text("moments are not restored", RESTORE,
+     "self.optimizer.as_ref().filter(|_| fit.optimizer.is_some())", "self.optimizer.as_ref().filter(|_| fit.optimizer.is_some() && !FAULT)")
+text("buffers are not restored", RESTORE, "if !out.buffer(name) && tensor.elem_count() > 0 {", "if !out.buffer(name) && tensor.elem_count() > 0 && !FAULT {")
+without("updates of an average are not restored", RESTORE, "average.set_updates(updates);")
+without("the step counts of an optimizer are not restored", "checkpoint/state.rs", "self.set_step_counts(read.counts(model.0));")
+value("every part is saved at the tensor's start", "checkpoint/contents.rs", "(piece.elements.start, piece.elements.len())", "(0, piece.elements.len())")
