@@ -3,7 +3,7 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use candle_core::Tensor;
 use parking_lot::Mutex;
@@ -20,7 +20,7 @@ use crate::device::Backend;
 use crate::error::{Error, Result};
 use crate::files::FileLocks;
 use crate::layout::ModelLayout;
-use crate::memory::{Account, Aliases, candle_dtype};
+use crate::memory::{Account, Aliases, TOMBSTONE, candle_dtype, names_tombstone};
 use crate::mesh::Topology;
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::random::RandomKey;
@@ -41,6 +41,8 @@ pub(crate) struct Slot {
     pub item: usize,
     pub variables: Vec<Tensor>,
     pub sink: GradSink,
+    /// Some forward has read it.
+    pub read: AtomicBool,
 }
 
 /// One communication unit.
@@ -279,7 +281,35 @@ impl Engine {
         if self.failure.lock().is_some() {
             return error;
         }
-        self.note_failure(self.unit_error(unit, phase, error.to_string()))
+        let mut message = error.to_string();
+        if names_tombstone(&message) {
+            message = format!("{message}. {}", self.resharded_parameters());
+        }
+        self.note_failure(self.unit_error(unit, phase, message))
+    }
+
+    /// Words for an error of candle's that names the dtype of tombstones: what it is, and whose tensor it may be.
+    fn resharded_parameters(&self) -> String {
+        const LISTED: usize = 8;
+        let state = self.state.lock();
+        let candidates: Vec<String> = self
+            .slots
+            .iter()
+            .zip(&self.layout.params)
+            .filter(|(slot, spec)| slot.read.load(Ordering::Relaxed) && state.units[spec.key.unit].users == 0)
+            .map(|(_, spec)| format!("`{}` of unit `{}`", spec.name, self.unit_name(spec.key.unit)))
+            .collect();
+        let listed = candidates[..candidates.len().min(LISTED)].join(", ");
+        let more = match candidates.len().saturating_sub(LISTED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!(
+            "{TOMBSTONE:?} is the dtype of a parameter that is resharded: its values are there from `Param::tensor` to the end \
+             of its unit's forward. Resharded now, and read before, are {listed}{more}. Call `Param::tensor(scope)` in \
+             each forward instead of keeping its result; what is to outlive the forward can be copied \
+             (`tensor.detach().copy()`); outside of forwards there are `visit_weights` and `with_full_params`"
+        )
     }
 
     /// The typed error behind one that came out of the tensor library.
@@ -437,6 +467,8 @@ impl Engine {
 
     /// The backward of the whole model is over: reduces what is left.
     pub(crate) fn end_backward(&self) -> Result<()> {
+        // First: steps in the backward write the root's weights, which no tensor may show meanwhile.
+        Self::release_root(&mut self.state.lock());
         self.close_gradients(ROOT)?;
         let left = self.state.lock().reduce.units_in_use();
         for unit in left {
@@ -455,7 +487,6 @@ impl Engine {
         if state.pending_forwards == 0 {
             state.forward_version = None;
         }
-        Self::release_root(state);
         Ok(())
     }
 
@@ -520,10 +551,20 @@ impl Engine {
         self.state.lock().weights_version
     }
 
-    /// The compute stream waits for all reductions, and gathered weights are given up, as the shards are about
-    /// to change.
+    /// The weights are about to be read or changed where they are: the compute stream waits for all reductions, and
+    /// whatever was gathered is given up. The root is sharded again, which a forward leaves whole for its backward, so that
+    /// no tensor shows weights that others write; the backward makes it whole again.
+    ///
+    /// # Errors
+    /// [`CommError::Invalid`] inside a forward or a backward, whose units are in use; those of the streams.
     pub(crate) fn settle(&self) -> Result<(), CommError> {
         let mut state = self.state.lock();
+        let state = &mut *state;
+        if state.training != TrainingState::Idle {
+            let message = "the weights are in use by a forward or a backward of the model: call this after it".into();
+            return Err(CommError::Invalid { rank: self.comm.rank(), message });
+        }
+        Self::release_root(state);
         state.reduce.finish()?;
         state.gather.reset()
     }

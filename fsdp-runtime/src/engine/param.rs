@@ -43,6 +43,8 @@ pub(crate) struct Bound {
     pub engine: usize,
     pub name: String,
     pub unit: usize,
+    /// Index of the physical parameter.
+    pub slot: usize,
     /// The permanent variable: an alias into the gathered buffer while unsharded, a tombstone while sharded.
     pub variable: Tensor,
     pub requires_grad: bool,
@@ -146,7 +148,7 @@ impl Param {
     /// The parameter's values, whole, in the unit's compute dtype.
     ///
     /// The tensor is valid until the scope ends. A copy of the handle that is kept beyond it answers every op
-    /// with an error once the unit is resharded.
+    /// with an error once the unit is resharded: one of candle's that names the dtype `F4`, which nothing else has.
     ///
     /// # Errors
     /// If the parameter belongs to another unit than the one `scope` is for (or one that encloses it), naming

@@ -94,6 +94,7 @@ impl Scope<'_> {
                 frame.borrowed.lock().push(param.clone());
             }
         }
+        frame.engine.slots[bound.slot].read.store(true, Ordering::Relaxed);
         Ok(if frame.track { bound.variable.clone() } else { bound.variable.detach() })
     }
 }

@@ -1,6 +1,7 @@
 //! `fully_shard`: from a model to a sharded one.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use super::agreement::{compare, fingerprint};
 use super::buffers;
@@ -311,7 +312,7 @@ fn slots(collected: &Collected<'_>, layout: &ModelLayout, device: &candle_core::
     let mut slots: Vec<Slot> = (0..layout.params.len())
         .map(|param| {
             let (group, item) = layout.place_of(param);
-            Slot { group, item, variables: Vec::new(), sink: GradSink::closed() }
+            Slot { group, item, variables: Vec::new(), sink: GradSink::closed(), read: AtomicBool::new(false) }
         })
         .collect();
     for item in &collected.uses {
@@ -331,6 +332,7 @@ fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], 
             engine,
             name: item.name.clone(),
             unit: key.unit,
+            slot: item.slot,
             variable: slot.variables[used[item.slot]].clone(),
             requires_grad: key.requires_grad,
             sink: if key.requires_grad { slot.sink.clone() } else { GradSink::closed() },

@@ -1,10 +1,11 @@
 //! Where a parameter's gradient goes: straight into the unit's flat gradient bucket.
 
+use std::cell::{RefCell, RefMut};
 use std::sync::Arc;
 
 use candle_core::{DType, Storage, Tensor};
 use half::{bf16, f16};
-use parking_lot::Mutex;
+use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 
 use crate::comm::Accumulate;
 use crate::device::Slice;
@@ -34,9 +35,20 @@ impl Open {
 /// sum and the copy that candle's gradient store would make. A closed sink (a frozen parameter, a tensor that
 /// is no parameter, a bucket that is not f32) takes nothing, and the op returns its gradient as usual.
 ///
+/// While an op writes into it, the sink takes nothing else from the op's thread, and other threads wait: what the op calls
+/// meanwhile finds it closed.
+///
 /// Tied parameters share one sink.
 #[derive(Clone, Debug, Default)]
-pub struct GradSink(Arc<Mutex<Option<Open>>>);
+pub struct GradSink(Arc<Lock>);
+
+/// A thread that holds the lock gets it again, and then finds the cell borrowed.
+type Lock = ReentrantMutex<RefCell<Option<Open>>>;
+
+/// What the lock protects, borrowed by the op that writes; `None` if that is an outer call on this thread.
+fn borrow<'a>(guard: &'a ReentrantMutexGuard<'_, RefCell<Option<Open>>>) -> Option<RefMut<'a, Option<Open>>> {
+    guard.try_borrow_mut().ok()
+}
 
 impl GradSink {
     /// A sink that takes nothing.
@@ -97,12 +109,13 @@ impl GradSink {
 
     /// True if a call of [`GradSink::accumulate_f32`] would write now.
     pub fn takes_f32(&self) -> bool {
-        self.0.lock().as_ref().is_some_and(Open::is_host_f32)
+        let guard = self.0.lock();
+        borrow(&guard).is_some_and(|open| open.as_ref().is_some_and(Open::is_host_f32))
     }
 
     /// Calls `write` with the parameter's whole gradient (row-major, `numel` elements of f32) and whether to
-    /// overwrite it or to add to it. Returns `false`, without calling, if the sink is closed or its bucket is
-    /// not f32 in host memory.
+    /// overwrite it or to add to it. Returns `false`, without calling, if the sink is closed, its bucket is
+    /// not f32 in host memory, or this is called inside the `write` of another call.
     ///
     /// # Errors
     /// Those of `write`.
@@ -110,21 +123,22 @@ impl GradSink {
         &self,
         write: impl FnOnce(&mut [f32], Accumulate) -> Result<(), E>,
     ) -> Result<bool, E> {
-        let mut guard = self.0.lock();
-        let Some(open) = guard.as_mut().filter(|open| open.is_host_f32()) else {
+        let guard = self.0.lock();
+        let Some(mut open) = borrow(&guard) else { return Ok(false) };
+        let Some(open) = open.as_mut().filter(|open| open.is_host_f32()) else {
             return Ok(false);
         };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
         // SAFETY: the engine opens the sink over a part of a bucket that belongs to the compute stream (this
-        // thread) until it closes the sink, before the bucket is handed to the reduce stream; the lock
-        // excludes a second writer.
+        // thread) until it closes the sink, before the bucket is handed to the reduce stream. Other threads wait for the
+        // lock, and for this one the cell is borrowed: neither writes a second time nor closes the sink meanwhile.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
         (open.written, open.touched) = (true, true);
         Ok(true)
     }
 
     /// The same with the gradient wherever it is, on a device too, and in whatever dtype the bucket has: `write` enqueues
-    /// the work on the stream of candle's tensors. Returns `false`, without calling, if the sink is closed.
+    /// the work on the stream of candle's tensors. Returns `false`, without calling, if the sink is closed or being written.
     ///
     /// # Errors
     /// Those of `write`.
@@ -132,8 +146,9 @@ impl GradSink {
         &self,
         write: impl FnOnce(&Slice, Accumulate) -> Result<(), E>,
     ) -> Result<bool, E> {
-        let mut guard = self.0.lock();
-        let Some(open) = guard.as_mut() else { return Ok(false) };
+        let guard = self.0.lock();
+        let Some(mut open) = borrow(&guard) else { return Ok(false) };
+        let Some(open) = open.as_mut() else { return Ok(false) };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
         write(&open.slice, mode)?;
         (open.written, open.touched) = (true, true);
@@ -145,10 +160,11 @@ impl GradSink {
     /// # Errors
     /// If the element counts differ, or candle cannot convert the gradient.
     pub(crate) fn accumulate_tensor(&self, grad: &Tensor) -> candle_core::Result<()> {
-        let mut guard = self.0.lock();
-        let Some(open) = guard.as_mut() else {
-            return Ok(());
+        let guard = self.0.lock();
+        let Some(mut open) = borrow(&guard) else {
+            candle_core::bail!("a backward was run by an op that writes a gradient of the same backward")
         };
+        let Some(open) = open.as_mut() else { return Ok(()) };
         if grad.elem_count() != open.slice.len() {
             candle_core::bail!(
                 "a gradient of {:?} for a parameter of {} elements",
@@ -193,15 +209,22 @@ impl GradSink {
 
     /// True while a backward may write into it.
     pub(crate) fn is_open(&self) -> bool {
-        self.0.lock().is_some()
+        let guard = self.0.lock();
+        borrow(&guard).is_none_or(|open| open.is_some())
     }
 
     /// Directs gradients into `slice`; `written` says that it holds a gradient already.
+    ///
+    /// # Panics
+    /// If it is called by an op that writes into the sink.
     pub(crate) fn open(&self, slice: Slice, written: bool) {
-        *self.0.lock() = Some(Open { slice, written, touched: false });
+        *self.0.lock().borrow_mut() = Some(Open { slice, written, touched: false });
     }
 
     /// Stops taking gradients. A slice that holds none is returned, to be zeroed.
+    ///
+    /// # Panics
+    /// If it is called by an op that writes into the sink.
     pub(crate) fn close(&self) -> Closed {
         match self.0.lock().take() {
             Some(open) => Closed { touched: open.touched, unwritten: (!open.written).then_some(open.slice) },
@@ -227,5 +250,52 @@ fn store<T: Copy>(
 ) {
     for (to, &value) in to.iter_mut().zip(values) {
         *to = narrow(if add { widen(*to) + value } else { value });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The gradient of an op that asks the sink again while it writes.
+    fn nested(ask: impl Fn(&GradSink) -> bool) -> (bool, Vec<f32>) {
+        let (sink, read) = GradSink::open_for_test(2);
+        let mut answer = true;
+        let write = |grad: &mut [f32], _| -> Result<(), ()> {
+            answer = ask(&sink);
+            grad.fill(3.0);
+            Ok(())
+        };
+        assert_eq!(sink.accumulate_f32(write), Ok(true));
+        assert!(sink.takes_f32());
+        (answer, read())
+    }
+
+    #[test]
+    fn a_sink_that_is_being_written_takes_nothing_else_on_that_thread() {
+        let expected = (false, vec![3.0, 3.0]);
+        assert_eq!(nested(GradSink::takes_f32), expected);
+        assert_eq!(nested(|sink| sink.accumulate_f32(|_, _| Err(())) == Ok(true)), expected);
+        assert_eq!(nested(|sink| sink.accumulate_slice(|_, _| Err(())) == Ok(true)), expected);
+        let tensor = Tensor::new(&[1f32, 1.0], &candle_core::Device::Cpu).unwrap();
+        assert_eq!(nested(|sink| sink.accumulate_tensor(&tensor).is_ok()), expected);
+        assert_eq!(nested(|sink| !sink.is_open()), expected);
+    }
+
+    #[test]
+    fn threads_write_a_sink_one_after_the_other() {
+        let (sink, read) = GradSink::open_for_test(1);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let write = |grad: &mut [f32], mode| -> Result<(), ()> {
+                        grad[0] = if mode == Accumulate::Overwrite { 1.0 } else { grad[0] + 1.0 };
+                        Ok(())
+                    };
+                    assert_eq!(sink.accumulate_f32(write), Ok(true));
+                });
+            }
+        });
+        assert_eq!(read(), [4.0]);
     }
 }

@@ -5,5 +5,5 @@ mod alias;
 mod pool;
 
 pub use account::{Account, Category, Usage};
-pub(crate) use alias::{Aliases, candle_dtype, copy_out, variable};
+pub(crate) use alias::{Aliases, TOMBSTONE, candle_dtype, copy_out, names_tombstone, variable};
 pub(crate) use pool::{Pool, SlotId};

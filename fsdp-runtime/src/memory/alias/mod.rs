@@ -63,6 +63,15 @@ fn unsupported() -> candle_core::Error {
     candle_core::Error::Msg("parameters are on the CPU or, with the feature `cuda`, on a CUDA device".into())
 }
 
+/// The dtype that a parameter's storage has while it is sharded, as candle's errors name it.
+pub(crate) const TOMBSTONE: DType = DType::F4;
+
+/// Whether the words of an error name the dtype of tombstones.
+pub(crate) fn names_tombstone(message: &str) -> bool {
+    let mut words = message.split(|c: char| !c.is_ascii_alphanumeric());
+    words.any(|word| word == format!("{TOMBSTONE:?}"))
+}
+
 /// A storage that candle computes nothing with.
 fn tombstone(device: &Device) -> candle_core::Result<Storage> {
     match device {
