@@ -561,7 +561,8 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         if state.training != TrainingState::Idle {
-            let message = "the weights are in use by a forward or a backward of the model: call this after it".into();
+            let message =
+                "the weights are in use by a forward or a backward of the model: call this after it".into();
             return Err(CommError::Invalid { rank: self.comm.rank(), message });
         }
         Self::release_root(state);

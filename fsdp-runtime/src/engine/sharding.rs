@@ -312,7 +312,13 @@ fn slots(collected: &Collected<'_>, layout: &ModelLayout, device: &candle_core::
     let mut slots: Vec<Slot> = (0..layout.params.len())
         .map(|param| {
             let (group, item) = layout.place_of(param);
-            Slot { group, item, variables: Vec::new(), sink: GradSink::closed(), read: AtomicBool::new(false) }
+            Slot {
+                group,
+                item,
+                variables: Vec::new(),
+                sink: GradSink::closed(),
+                read: AtomicBool::new(false),
+            }
         })
         .collect();
     for item in &collected.uses {
