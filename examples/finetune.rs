@@ -14,7 +14,7 @@ use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Parser};
-use fsdp::files::{AtomicFile, FileError};
+use fsdp::files::{self, AtomicFile};
 use fsdp::launch::{LaunchError, Launcher, World};
 use fsdp::prelude::*;
 use fsdp_models::data::{TextDataset, TextOptions};
@@ -402,7 +402,7 @@ impl Run {
 
 /// The first words of a text.
 fn opening(path: &Path) -> Result<String> {
-    let text = std::fs::read_to_string(path).map_err(FileError::on("read", path))?;
+    let text = std::files::read_to_string(path, u64::MAX)?;
     let words: Vec<&str> = text.split_whitespace().take(8).collect();
     Ok(words.join(" "))
 }

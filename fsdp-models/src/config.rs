@@ -1,14 +1,11 @@
 //! Model configurations in the words of Hugging Face's `config.json`.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use fsdp::Init;
 use serde::{Deserialize, Serialize};
 
-use fsdp::files::FileError;
+use fsdp::files::{self, FileError, brief, said};
 
 /// Sizes and constants of a Llama-architecture model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,6 +37,9 @@ pub struct LlamaConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
 }
+
+/// Largest file of settings, in bytes.
+pub(crate) const MAX_CONFIG: u64 = 1 << 24;
 
 /// Largest width of a layer, with which products of sizes can still be counted.
 const MAX_WIDTH: usize = 1 << 24;
@@ -95,7 +95,7 @@ impl LlamaConfig {
     /// # Errors
     /// The file cannot be read, is not such a configuration, or describes an impossible or unsupported model.
     pub fn from_json_file(path: &Path) -> Result<Self, ConfigError> {
-        let text = fs::read_to_string(path).map_err(FileError::on("read", path))?;
+        let text = files::read_to_string(path, MAX_CONFIG)?;
         let malformed = |source| ConfigError::Malformed { path: path.to_path_buf(), source };
         let unsupported: Unsupported = serde_json::from_str(&text).map_err(malformed)?;
         let config: Self = serde_json::from_str(&text).map_err(malformed)?;
@@ -224,7 +224,7 @@ pub enum ConfigError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not such a configuration.
-    #[error("`{}` is not a Llama configuration: {source}", .path.display())]
+    #[error("`{}` is not a Llama configuration: {}", .path.display(), said(.source))]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -292,7 +292,7 @@ pub enum ConfigError {
         value: f64,
     },
     /// A variant of the architecture that is not implemented.
-    #[error("{field} is `{value}`: only `{supported}` is supported")]
+    #[error("{field} is `{}`: only `{supported}` is supported", brief(.value))]
     Unsupported {
         /// Which field.
         field: &'static str,
@@ -305,6 +305,8 @@ pub enum ConfigError {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn tiny() -> LlamaConfig {

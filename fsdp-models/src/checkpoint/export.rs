@@ -5,12 +5,12 @@ use std::fs;
 use std::path::Path;
 
 use fsdp::checkpoint::{Checkpoint, CheckpointError, INDEX_FILE, MODEL, StoredDtype};
-use fsdp::files::{FileError, FoundTensor, Mismatch, TensorFileError};
+use fsdp::files::{self, FoundTensor, Mismatch, TensorFileError};
 use fsdp::spec::Dtype;
 use serde_json::{Map, Value};
 
 use crate::LlamaConfig;
-use crate::config::ConfigError;
+use crate::config::{ConfigError, MAX_CONFIG};
 use crate::lora::adapter_of;
 use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
 
@@ -163,7 +163,7 @@ fn config(
     tensors: &[StoredTensor],
 ) -> crate::Result<Map<String, Value>> {
     let config = LlamaConfig::from_json_file(path)?;
-    let text = fs::read(path).map_err(FileError::on("read", path))?;
+    let text = files::read(path, MAX_CONFIG)?;
     let malformed = |source| ConfigError::Malformed { path: path.to_path_buf(), source };
     let mut json: Map<String, Value> = serde_json::from_slice(&text).map_err(malformed)?;
     let params = params_of(&config)?;

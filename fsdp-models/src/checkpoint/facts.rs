@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use fsdp::files::brief_to;
 use serde_json::Value;
 
 /// Longest name of an object whose members are told apart, in bytes: they all repeat it.
@@ -32,27 +33,12 @@ const CELL: usize = 200;
 
 /// A value in a line.
 pub(super) fn shown(value: &Value) -> String {
-    value.as_str().map_or_else(|| cut(&value.to_string(), SHOWN), |text| cut(text, SHOWN))
+    value.as_str().map_or_else(|| brief_to(&value.to_string(), SHOWN), |text| brief_to(text, SHOWN))
 }
 
 /// A name from a file, in a line or a cell.
 pub(super) fn printable(text: &str) -> String {
-    cut(text, CELL)
-}
-
-/// The first `most` characters, without what would move a terminal's cursor.
-fn cut(text: &str, most: usize) -> String {
-    let escape = |c: char| {
-        let escaped = c.is_control().then(|| c.escape_default().to_string());
-        escaped.unwrap_or_else(|| c.to_string())
-    };
-    match text.char_indices().nth(most) {
-        Some((end, _)) => {
-            let start: String = text[..end].chars().map(escape).collect();
-            format!("{start}.. ({} characters)", text.chars().count())
-        }
-        None => text.chars().map(escape).collect(),
-    }
+    brief_to(text, CELL)
 }
 
 /// `1 rank`, `2 ranks`.

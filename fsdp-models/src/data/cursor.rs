@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use fsdp::files::brief;
 use serde::{Deserialize, Serialize};
 
 use super::DataError;
@@ -35,7 +36,7 @@ impl DataCursor {
 
 impl fmt::Display for DataCursor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in sequences of {} tokens, order {}", self.source, self.seq, self.seed)
+        write!(f, "{} in sequences of {} tokens, order {}", brief(&self.source), self.seq, self.seed)
     }
 }
 

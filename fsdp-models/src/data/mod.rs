@@ -15,7 +15,7 @@ pub use permutation::Permutation;
 pub use text::{TextDataset, TextOptions};
 pub use tokens::TokenFile;
 
-use fsdp::files::{FileError, TensorFileError};
+use fsdp::files::{FileError, TensorFileError, brief, listed};
 
 /// A source of global batches that any number of ranks can share.
 ///
@@ -241,9 +241,9 @@ pub enum DataError {
     },
     /// The tensor is not of the expected kind.
     #[error(
-        "tensor `tokens` of `{}` is {dtype} {shape:?}: expected I32 [steps, rows, seq + 1], no dim zero and the \
+        "tensor `tokens` of `{}` is {dtype} {}: expected I32 [steps, rows, seq + 1], no dim zero and the \
          last at least 2",
-        .path.display()
+        .path.display(), brief(&format!("{:?}", .shape))
     )]
     TokensShape {
         /// The file.
@@ -283,10 +283,6 @@ pub enum DataError {
         /// Steps asked for.
         wanted: usize,
     },
-}
-
-fn listed(names: &[String]) -> String {
-    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
 #[cfg(test)]

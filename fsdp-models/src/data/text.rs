@@ -1,11 +1,11 @@
 //! Text cut into samples: a token is a byte, or what a tokenizer makes of the text.
 
-use std::{fs, path::Path};
+use std::path::Path;
 
 use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part, permutation::Permutation};
 use crate::tokenizer::Tokenizer;
-use fsdp::files::FileError;
+use fsdp::files;
 
 /// How text becomes batches.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl TextDataset {
                 text.push(b'\n');
             }
             let path = path.as_ref();
-            text.extend(fs::read(path).map_err(FileError::on("read", path))?);
+            text.extend(files::read(path, u64::MAX)?);
         }
         Self::from_bytes(text, options)
     }
@@ -105,7 +105,7 @@ impl TextDataset {
                 ids.extend(tokenizer.eos());
             }
             let path = path.as_ref();
-            let text = fs::read_to_string(path).map_err(FileError::on("read", path))?;
+            let text = files::read_to_string(path, u64::MAX)?;
             ids.extend(tokenizer.encode(&text)?);
         }
         Ok(Self::from_ids(ids, options)?)
@@ -207,6 +207,8 @@ impl Batches for TextDataset {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     const OPTIONS: TextOptions = TextOptions { seq: 4, batch: 4, vocab: 256, seed: 3 };

@@ -27,7 +27,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use fsdp::files::{FileError, TensorFileError};
+use fsdp::files::{FileError, TensorFileError, brief, listed, said};
 use fsdp::{FullyShard, Init, Param};
 
 pub use merge::visit_merged_weights;
@@ -233,7 +233,7 @@ pub enum LoraError {
     #[error("the model has no adapters")]
     NotAdapted,
     /// A directory that is no adapter of PEFT, or one of a kind that is not implemented.
-    #[error("`{}`: {reason}", .path.display())]
+    #[error("`{}`: {}", .path.display(), said(.reason))]
     Peft {
         /// The file.
         path: PathBuf,
@@ -252,8 +252,8 @@ pub enum LoraError {
 }
 
 fn are(names: &[String]) -> String {
-    let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
-    format!("{} {}", quoted.join(", "), if names.len() == 1 { "is" } else { "are" })
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", brief(name))).collect();
+    format!("{} {}", listed(&quoted), if names.len() == 1 { "is" } else { "are" })
 }
 
 /// The projection that an adapter's parameter belongs to, and which of the two it is: its name without the suffix.

@@ -6,11 +6,12 @@ use std::path::Path;
 
 use fsdp::Fsdp;
 use fsdp::engine::Access;
-use fsdp::files::{AtomicFile, FileError, TensorFile, save_f32};
+use fsdp::files::{self, AtomicFile, FileError, TensorFile, save_f32};
 use fsdp::spec::ParamSpec;
 use serde::{Deserialize, Serialize};
 
 use super::{LoraConfig, LoraError, Targets, adapter_of};
+use crate::config::MAX_CONFIG;
 use crate::llama::Llama;
 
 const CONFIG: &str = "adapter_config.json";
@@ -88,7 +89,7 @@ impl LoraConfig {
     /// than plain LoRA, with biases, with other modules saved whole, or with ranks of their own.
     pub fn from_peft(dir: &Path) -> Result<LoraConfig, LoraError> {
         let path = dir.join(CONFIG);
-        let text = fs::read_to_string(&path).map_err(FileError::on("read", &path))?;
+        let text = files::read_to_string(&path, MAX_CONFIG)?;
         let refused = |reason: String| LoraError::Peft { path: path.clone(), reason };
         let read: Read = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
         if let Some((field, value, expected)) = read.unsupported() {

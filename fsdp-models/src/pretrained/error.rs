@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use fsdp::files::{FileError, StoredDtype};
+use fsdp::files::{FileError, StoredDtype, brief, said};
 
 /// What can be wrong with pretrained weights beyond what is wrong with one safetensors file.
 #[derive(Debug, thiserror::Error)]
@@ -11,7 +11,7 @@ pub enum PretrainedError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not what it claims to be.
-    #[error("`{}` is not a valid GGUF file: at byte {offset}: {reason}", .path.display())]
+    #[error("`{}` is not a valid GGUF file: at byte {offset}: {}", .path.display(), said(.reason))]
     Gguf {
         /// The file.
         path: PathBuf,
@@ -21,7 +21,7 @@ pub enum PretrainedError {
         reason: String,
     },
     /// What a GGUF file says of its model cannot be used.
-    #[error("`{}`: `{key}` {reason}", .path.display())]
+    #[error("`{}`: `{}` {}", .path.display(), brief(.key), said(.reason))]
     Metadata {
         /// The file.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum PretrainedError {
         path: PathBuf,
     },
     /// An index of several files that is damaged, or not the index of these files.
-    #[error("`{}` is not the index of its files: {reason}", .path.display())]
+    #[error("`{}` is not the index of its files: {}", .path.display(), said(.reason))]
     Index {
         /// The index.
         path: PathBuf,
@@ -45,7 +45,7 @@ pub enum PretrainedError {
         reason: String,
     },
     /// A configuration that cannot be that of the weights.
-    #[error("`{}` is of another model than its configuration: {reason}", .path.display())]
+    #[error("`{}` is of another model than its configuration: {}", .path.display(), said(.reason))]
     Contradiction {
         /// The weights.
         path: PathBuf,
@@ -53,7 +53,7 @@ pub enum PretrainedError {
         reason: String,
     },
     /// A finite value that would be stored as an infinite one.
-    #[error("element {element} of `{name}` is {value}: it becomes infinite in {dtype:?}")]
+    #[error("element {element} of `{}` is {value}: it becomes infinite in {dtype:?}", brief(.name))]
     Overflow {
         /// The tensor.
         name: String,

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use fsdp::files::brief;
 use serde::{Deserialize, Serialize};
 
 use super::Pretrained;
@@ -23,7 +24,7 @@ pub struct Identity {
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` (fingerprint {})", self.name, self.fingerprint)
+        write!(f, "`{}` (fingerprint {})", brief(&self.name), brief(&self.fingerprint))
     }
 }
 

@@ -1,16 +1,18 @@
 //! A checkpoint of several safetensors files and an index that says which tensor is in which.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use fsdp::files::{FileError, FoundTensor, TensorFile};
+use fsdp::files::{self, FoundTensor, TensorFile, brief, listed, said};
 use serde::Deserialize;
 
 use super::error::PretrainedError;
 
 /// The index of a checkpoint of several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
+
+/// Largest index, in bytes: 100 bytes for each of a million tensors.
+const MAX_INDEX: u64 = 100_000_000;
 
 /// An open checkpoint of several files. Threads may share it.
 #[derive(Debug)]
@@ -34,13 +36,17 @@ impl ShardedTensorFiles {
     /// not in the file that it should be in, or is in a file and not in the index: all of these are listed.
     pub fn open(path: &Path) -> crate::Result<Self> {
         let invalid = |reason: String| PretrainedError::Index { path: path.to_path_buf(), reason };
-        let bytes = fs::read(path).map_err(FileError::on("read", path))?;
-        let index: IndexJson = serde_json::from_slice(&bytes).map_err(|error| invalid(error.to_string()))?;
+        let bytes = files::read(path, MAX_INDEX)?;
+        let index: IndexJson = serde_json::from_slice(&bytes).map_err(|error| invalid(said(error)))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();
         names.sort();
         names.dedup();
         if let Some(name) = names.iter().find(|name| !is_plain(name)) {
-            return Err(invalid(format!("{name:?} is no name of a file in its directory")).into());
+            return Err(invalid(format!(
+                "{} is no name of a file in its directory",
+                brief(&format!("{name:?}"))
+            ))
+            .into());
         }
         let dir = path.parent().unwrap_or(Path::new(""));
         let files =
@@ -50,19 +56,18 @@ impl ShardedTensorFiles {
         for (tensor, name) in &index.weight_map {
             let file = names.binary_search(&name).expect("every name is in the list of names");
             if files[file].info(tensor).is_none() {
-                wrong.push(format!("{tensor} is not in {name}"));
+                wrong.push(format!("{} is not in {}", brief(tensor), brief(name)));
             }
             places.insert(tensor.clone(), file);
         }
         for (index, (file, name)) in files.iter().zip(&names).enumerate() {
             let strays = file.names().filter(|tensor| places.get(*tensor) != Some(&index));
-            wrong.extend(strays.map(|tensor| format!("{tensor} of {name} is not in the index")));
+            wrong.extend(
+                strays.map(|tensor| format!("{} of {} is not in the index", brief(tensor), brief(name))),
+            );
         }
         if !wrong.is_empty() {
-            let more = wrong.len().saturating_sub(LISTED);
-            wrong.truncate(LISTED);
-            let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
-            return Err(invalid(format!("{}{rest}", wrong.join(", "))).into());
+            return Err(invalid(listed(&wrong)).into());
         }
         Ok(ShardedTensorFiles { path: path.to_path_buf(), files, places })
     }
@@ -87,9 +92,6 @@ impl ShardedTensorFiles {
         self.files.iter().flat_map(TensorFile::found)
     }
 }
-
-/// Discrepancies that a message lists: the rest is counted.
-const LISTED: usize = 8;
 
 /// A name that leads nowhere but into the directory.
 fn is_plain(name: &str) -> bool {

@@ -12,11 +12,10 @@ mod save;
 mod weights;
 mod writer;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use fsdp::comm::DeviceMesh;
-use fsdp::files::{FileError, Mismatch, TensorFileError};
+use fsdp::files::{self, Mismatch, TensorFileError};
 use fsdp::mesh::Topology;
 use fsdp::spec::ParamSpec;
 use fsdp::{Fsdp, FsdpConfig, FullyShard};
@@ -34,7 +33,7 @@ pub use weights::Weights;
 pub(crate) use weights::is_gguf;
 pub use writer::{PretrainedWriter, StoredTensor};
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, MAX_CONFIG};
 use crate::{Llama, LlamaConfig};
 
 /// Bytes that a rotary table may take in any model.
@@ -78,7 +77,7 @@ impl Pretrained {
             Weights::Single(_) | Weights::Sharded(_) => {
                 let path = weights.path().with_file_name("config.json");
                 let config = LlamaConfig::from_json_file(&path)?;
-                let text = fs::read(&path).map_err(FileError::on("read", &path))?;
+                let text = files::read(&path, MAX_CONFIG)?;
                 let json = serde_json::from_slice(&text);
                 (config, json.map_err(|source| ConfigError::Malformed { path, source })?)
             }

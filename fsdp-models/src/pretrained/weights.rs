@@ -1,10 +1,9 @@
 //! Named tensors of a pretrained model, wherever they are.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use fsdp::files::{FileError, FoundTensor, TensorFile, TensorFileError};
+use fsdp::files::{self, FileError, FoundTensor, TensorFile, TensorFileError};
 
 use super::error::PretrainedError;
 use super::gguf::GgufFile;
@@ -127,7 +126,7 @@ impl Weights {
 
 /// Whether a file begins as a GGUF file does, or has the name of one.
 pub(crate) fn is_gguf(path: &Path) -> Result<bool, FileError> {
-    let mut file = File::open(path).map_err(FileError::on("open", path))?;
+    let mut file = files::open(path)?;
     let mut magic = [0; 4];
     let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
     Ok(named || (file.read_exact(&mut magic).is_ok() && magic == *b"GGUF"))

@@ -3,15 +3,18 @@
 mod bytes;
 mod gguf;
 
-use std::fs;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use fsdp::files::{AtomicFile, FileError};
+use fsdp::files::{self, AtomicFile, FileError, said};
 use serde_json::{Map, Value};
 
+use crate::config::MAX_CONFIG;
 use crate::pretrained::is_gguf;
+
+/// Largest tokenizer, in bytes.
+const MAX_TOKENIZER: u64 = 1 << 29;
 
 /// A model's tokenizer. Threads may share it.
 ///
@@ -54,7 +57,8 @@ impl Tokenizer {
         let dir = file.parent().unwrap_or(Path::new(""));
         let id = |field: &str| {
             ["generation_config.json", "config.json"].iter().find_map(|name| {
-                let json: Value = serde_json::from_slice(&fs::read(dir.join(name)).ok()?).ok()?;
+                let json: Value =
+                    serde_json::from_slice(&files::read(&dir.join(name), MAX_CONFIG).ok()?).ok()?;
                 let id = json.get(field)?;
                 u32::try_from(id.as_u64().or_else(|| id.get(0)?.as_u64())?).ok()
             })
@@ -138,15 +142,15 @@ impl Tokenizer {
 }
 
 fn open_json(file: &Path) -> crate::Result<(tokenizers::Tokenizer, Map<String, Value>)> {
-    let bytes = fs::read(file).map_err(FileError::on("read", file))?;
+    let bytes = files::read(file, MAX_TOKENIZER)?;
     let tokenizer =
         guarded(file, || tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()))?;
     let path = file.with_file_name("tokenizer_config.json");
-    let config = match fs::read(&path) {
+    let config = match files::read(&path, MAX_CONFIG) {
         Ok(bytes) => serde_json::from_slice(&bytes)
             .map_err(|error| TokenizerError::Invalid { path, reason: error.to_string() })?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Map::new(),
-        Err(error) => return Err(FileError::on("read", &path)(error).into()),
+        Err(error) if error.source.kind() == std::io::ErrorKind::NotFound => Map::new(),
+        Err(error) => return Err(error.into()),
     };
     Ok((tokenizer, config))
 }
@@ -162,7 +166,7 @@ fn guarded<T>(path: &Path, build: impl FnOnce() -> Result<T, String>) -> Result<
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     /// The file holds none, or one that cannot be built.
-    #[error("`{}` holds no usable tokenizer: {reason}", .path.display())]
+    #[error("`{}` holds no usable tokenizer: {}", .path.display(), said(.reason))]
     Invalid {
         /// The file.
         path: PathBuf,
@@ -170,7 +174,7 @@ pub enum TokenizerError {
         reason: String,
     },
     /// The tokenizer refused its input.
-    #[error("the tokenizer of `{}` failed to {action}: {reason}", .path.display())]
+    #[error("the tokenizer of `{}` failed to {action}: {}", .path.display(), said(.reason))]
     Failed {
         /// The file it came from.
         path: PathBuf,

@@ -6,4 +6,6 @@ mod hostile;
 mod identity;
 mod indexed;
 mod load;
+#[cfg(unix)]
+mod no_files;
 mod save;

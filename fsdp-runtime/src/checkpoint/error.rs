@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
-use crate::files::{FileError, Mismatch};
+use crate::files::{FileError, Mismatch, brief, said};
+
+/// Most characters of differences in a message; of the sections beyond, only their number is told.
+const DIFFERENCES: usize = 1200;
 
 /// Why a checkpoint cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +28,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// An index, or a file that it names, is not what it claims to be.
-    #[error("`{}` is not valid: {reason}", .path.display())]
+    #[error("`{}` is not valid: {}", .path.display(), said(.reason))]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -35,8 +38,8 @@ pub enum CheckpointError {
     /// Bytes that are not those that were written.
     #[error(
         "`{}` is corrupted: bytes {offset}..{} have the checksum {found:08x}, {expected:08x} was written (in tensor \
-         `{tensor}`)",
-        .path.display(), .offset.saturating_add(*.len)
+         `{}`)",
+        .path.display(), .offset.saturating_add(*.len), brief(.tensor)
     )]
     Corrupted {
         /// The file.
@@ -71,7 +74,7 @@ pub enum CheckpointError {
         sections: Vec<(String, Mismatch)>,
     },
     /// The checkpoint is of training with another optimizer.
-    #[error("checkpoint `{}` does not fit: its optimizer is {found}, expected {expected}", .path.display())]
+    #[error("checkpoint `{}` does not fit: its optimizer is {}, expected {expected}", .path.display(), brief(.found))]
     OtherOptimizer {
         /// The checkpoint.
         path: PathBuf,
@@ -93,7 +96,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// State that a checkpoint does not have.
-    #[error("checkpoint `{}` has no {what}: it has {present}", .path.display())]
+    #[error("checkpoint `{}` has no {}: it has {present}", .path.display(), brief(.what))]
     Absent {
         /// The checkpoint.
         path: PathBuf,
@@ -136,5 +139,12 @@ pub enum CheckpointError {
 }
 
 fn listed(sections: &[(String, Mismatch)]) -> String {
-    sections.iter().map(|(section, mismatch)| format!("\n {section}:{mismatch}")).collect()
+    let mut text = String::new();
+    for (at, (section, mismatch)) in sections.iter().enumerate() {
+        if text.len() > DIFFERENCES {
+            return format!("{text}\n and {} more sections", sections.len() - at);
+        }
+        text += &format!("\n {}:{mismatch}", brief(section));
+    }
+    text
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
 pub use crate::files::StoredDtype;
+use crate::files::{brief, said};
 
 /// Version of the format that this program writes, the latest that it reads.
 pub const FORMAT_VERSION: u64 = 1;
@@ -166,7 +167,7 @@ impl Index {
     pub(super) fn decode(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
         let malformed = |reason: String| CheckpointError::Malformed { path: path.to_path_buf(), reason };
         let text = std::str::from_utf8(bytes).map_err(|error| malformed(error.to_string()))?;
-        let not_read = |error: serde_json::Error| malformed(escaped(&error.to_string()));
+        let not_read = |error: serde_json::Error| malformed(said(error));
 
         #[derive(Deserialize)]
         struct Head {
@@ -175,7 +176,7 @@ impl Index {
         }
         let head: Head = serde_json::from_str(text).map_err(not_read)?;
         if head.format != FORMAT {
-            let found = escaped(&head.format);
+            let found = brief(&head.format);
             return Err(malformed(format!("its format is `{found}`, expected `{FORMAT}`")));
         }
         if head.version > FORMAT_VERSION {
@@ -293,10 +294,4 @@ fn check_name(what: &str, name: &str) -> Result<(), String> {
         return Err(format!("the name of {what} {name:?} has control characters"));
     }
     Ok(())
-}
-
-/// Words of a file in a message: nothing in them moves a terminal's cursor.
-pub(super) fn escaped(text: &str) -> String {
-    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-    text.chars().map(escape).collect()
 }

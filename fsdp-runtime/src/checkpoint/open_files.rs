@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
+use crate::files;
 use crate::sync::Mutex;
 
 /// Files that one reader holds open: a process may have many readers, and a checkpoint of many ranks many files.
@@ -40,8 +41,7 @@ impl OpenFiles {
 /// Opens a file of a checkpoint: never through a symbolic link, which may lead out of the directory, and never what is
 /// no file, which may never end.
 pub(super) fn open_regular(path: &Path) -> io::Result<File> {
-    regular_length(path)?;
-    File::open(path)
+    files::open_no_link(path)
 }
 
 /// The length of a file of a checkpoint.

@@ -10,9 +10,9 @@ use serde::de::DeserializeOwned;
 
 use super::commit::parse_name;
 use super::error::CheckpointError;
-use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor, escaped};
+use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
 use super::open_files::{OpenFiles, open_regular, regular_length};
-use crate::files::FileError;
+use crate::files::{FileError, listed, said};
 
 /// Largest index that is read: one of a model with a million tensors is smaller.
 const MAX_INDEX: u64 = 1 << 30;
@@ -83,8 +83,7 @@ impl Checkpoint {
             self.absent(format!("value `{name}`"), names)
         })?;
         serde_json::from_value(value.clone()).map_err(|error| {
-            let reason =
-                format!("its value `{name}` is not what is expected: {}", escaped(&error.to_string()));
+            let reason = format!("its value `{name}` is not what is expected: {}", said(error));
             CheckpointError::Malformed { path: self.directory.join(INDEX_FILE), reason }
         })
     }
@@ -112,7 +111,7 @@ impl Checkpoint {
     }
 
     fn absent(&self, what: String, present: Vec<&str>) -> CheckpointError {
-        let present = if present.is_empty() { "none".to_owned() } else { escaped(&present.join(", ")) };
+        let present = listed(&present);
         CheckpointError::Absent { path: self.directory.clone(), what, present }
     }
 

@@ -3,9 +3,10 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::index::{MAX_STEPS, escaped};
+use super::index::MAX_STEPS;
 use crate::engine::{Engine, HeldState, OwnerOptimizer, ShardedOptimizer, StepCounts};
 use crate::error::{Error, Result};
+use crate::files::{brief, said};
 use crate::optim::{Optimizer, OwnerRule};
 
 mod sealed {
@@ -97,12 +98,11 @@ impl OptimizerValue {
     /// The value of an optimizer of these rules.
     fn read(value: &Value, expected: &str) -> Result<Self, Unfit> {
         let read: OptimizerValue = serde_json::from_value(value.clone()).map_err(|error| {
-            let error = escaped(&error.to_string());
-            Unfit::Malformed(format!("its value `optimizer` is not an optimizer's: {error}"))
+            Unfit::Malformed(format!("its value `optimizer` is not an optimizer's: {}", said(error)))
         })?;
         let found = rules(&read.rule, read.owner_rule.as_deref());
         if found != expected {
-            return Err(Unfit::OtherRules(escaped(&found)));
+            return Err(Unfit::OtherRules(brief(&found)));
         }
         read.check().map_err(Unfit::Malformed)
     }

@@ -3,6 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::{brief, brief_to, listed, listed_as};
+
+/// Longest shape that a message shows whole, in characters.
+const SHAPE: usize = 60;
+
 /// How the tensors of a file differ from those of a model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mismatch {
@@ -86,43 +91,25 @@ impl Mismatch {
     }
 }
 
-/// Names of one kind that a message lists: the rest is counted.
-const LISTED: usize = 8;
-
 impl Mismatch {
     /// One line a kind, each beginning with a line break; what is compared with the model is from `source`, in one word.
     pub(crate) fn lines(&self, source: &str) -> String {
-        let shapes: Vec<String> = self
-            .shapes
-            .iter()
-            .map(|ShapeMismatch { name, expected, found }| {
-                format!("{name} (model {expected:?}, {source} {found:?})")
-            })
-            .collect();
-        let dtypes: Vec<String> = self
-            .dtypes
-            .iter()
-            .map(|DtypeMismatch { name, expected, found }| {
-                format!("{name} (model {expected}, {source} {found})")
-            })
-            .collect();
-        let mut text = String::new();
-        for (kind, list) in [
-            ("missing", &self.missing),
-            ("unexpected", &self.unexpected),
-            ("of another shape", &shapes),
-            ("of another dtype", &dtypes),
-        ] {
-            if list.is_empty() {
-                continue;
-            }
-            let listed = list[..list.len().min(LISTED)].join(", ");
-            text += &format!("\n  {} {kind}: {listed}", list.len());
-            if list.len() > LISTED {
-                text += &format!(" and {} more", list.len() - LISTED);
-            }
-        }
-        text
+        let Mismatch { missing, unexpected, shapes, dtypes } = self;
+        let shape = |ShapeMismatch { name, expected, found }: &ShapeMismatch| {
+            let [expected, found] = [expected, found].map(|shape| brief_to(&format!("{shape:?}"), SHAPE));
+            format!("{} (model {expected}, {source} {found})", brief(name))
+        };
+        let dtype = |DtypeMismatch { name, expected, found }: &DtypeMismatch| {
+            format!("{} (model {expected}, {source} {found})", brief(name))
+        };
+        let kinds = [
+            ("missing", missing.len(), listed(missing)),
+            ("unexpected", unexpected.len(), listed(unexpected)),
+            ("of another shape", shapes.len(), listed_as(shapes, shape)),
+            ("of another dtype", dtypes.len(), listed_as(dtypes, dtype)),
+        ];
+        let differ = kinds.into_iter().filter(|&(_, count, _)| count > 0);
+        differ.map(|(kind, count, listed)| format!("\n  {count} {kind}: {listed}")).collect()
     }
 }
 

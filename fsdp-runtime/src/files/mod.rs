@@ -2,9 +2,11 @@
 //! no rank ever holds a whole model.
 
 mod atomic;
+mod brief;
 mod dtype;
 mod lock;
 mod mismatch;
+mod open;
 mod positioned;
 mod reader;
 mod writer;
@@ -12,16 +14,20 @@ mod writer;
 use std::path::{Path, PathBuf};
 
 pub use atomic::AtomicFile;
+pub use brief::{brief, brief_to, listed, said};
+pub(crate) use brief::{listed_as, shown};
 pub use dtype::StoredDtype;
 pub(crate) use lock::{FileLock, FileLocks};
 pub use mismatch::{DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
+pub(crate) use open::open_no_link;
+pub use open::{open, open_to_write, read, read_to_string};
 pub use positioned::PositionedFile;
 pub use reader::TensorFile;
 pub use writer::{TensorFileWriter, save_bf16, save_f32};
 
 /// A failed operation on one file or directory.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {action} `{}`: {source}", path.display())]
+#[error("cannot {action} `{}`: {source}", shown(path))]
 pub struct FileError {
     /// What was attempted, to follow "cannot": `open`, `read`, `write`.
     pub action: &'static str,
@@ -61,7 +67,7 @@ pub enum TensorFileError {
         mismatch: Box<Mismatch>,
     },
     /// A tensor that is not in the file.
-    #[error("`{}` has no tensor `{name}`", .path.display())]
+    #[error("`{}` has no tensor `{}`", .path.display(), brief(.name))]
     NoTensor {
         /// The file.
         path: PathBuf,
@@ -70,8 +76,8 @@ pub enum TensorFileError {
     },
     /// A range that goes past the end of its tensor.
     #[error(
-        "elements {start}..{} of tensor `{name}` in `{}` were asked for: it has {elements}",
-        .start.saturating_add(*.len), .path.display()
+        "elements {start}..{} of tensor `{}` in `{}` were asked for: it has {elements}",
+        .start.saturating_add(*.len), brief(.name), .path.display()
     )]
     OutOfRange {
         /// The file.
@@ -86,7 +92,7 @@ pub enum TensorFileError {
         elements: usize,
     },
     /// An element type that cannot be converted to the one wanted.
-    #[error("tensor `{name}` in `{}` is {found}: expected {expected}", .path.display())]
+    #[error("tensor `{}` in `{}` is {found}: expected {expected}", brief(.name), .path.display())]
     Dtype {
         /// The file.
         path: PathBuf,
@@ -98,7 +104,7 @@ pub enum TensorFileError {
         expected: &'static str,
     },
     /// A tensor declared twice.
-    #[error("tensor `{name}` of `{}` is declared twice", .path.display())]
+    #[error("tensor `{}` of `{}` is declared twice", brief(.name), .path.display())]
     Duplicate {
         /// The file.
         path: PathBuf,
@@ -106,7 +112,7 @@ pub enum TensorFileError {
         name: String,
     },
     /// A file that was finished before all of it was written.
-    #[error("`{}` is incomplete: {written} of {elements} elements of tensor `{name}` were written", .path.display())]
+    #[error("`{}` is incomplete: {written} of {elements} elements of tensor `{}` were written", .path.display(), brief(.name))]
     Incomplete {
         /// The file.
         path: PathBuf,

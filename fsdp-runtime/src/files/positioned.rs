@@ -26,12 +26,8 @@ impl PositionedFile {
     /// # Errors
     /// It cannot be opened, or is no regular file.
     pub fn open(path: &Path) -> Result<Self, FileError> {
-        let file = File::open(path).map_err(FileError::on("open", path))?;
+        let file = super::open(path)?;
         let metadata = file.metadata().map_err(FileError::on("read", path))?;
-        if !metadata.is_file() {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-            return Err(FileError { action: "read", path: path.to_path_buf(), source });
-        }
         Ok(PositionedFile {
             path: path.to_path_buf(),
             file,

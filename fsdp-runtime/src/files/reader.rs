@@ -9,7 +9,7 @@ use safetensors::{
     tensor::{Metadata, TensorInfo},
 };
 
-use super::{FoundTensor, Mismatch, PositionedFile, StoredDtype, TensorFileError};
+use super::{FoundTensor, Mismatch, PositionedFile, StoredDtype, TensorFileError, said};
 
 /// Elements converted at a time.
 const CHUNK: usize = 1 << 16;
@@ -47,7 +47,7 @@ impl TensorFile {
         }
         let mut header = vec![0; header_size as usize];
         file.read_at(8, &mut header)?;
-        let metadata: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
+        let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| malformed(said(error)))?;
         let data_start = 8 + header_size;
         let expected = data_start.saturating_add(metadata.data_len() as u64);
         if length != expected {

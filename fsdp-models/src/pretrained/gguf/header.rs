@@ -7,7 +7,7 @@ use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
-use fsdp::files::FileError;
+use fsdp::files::{self, FileError};
 
 use super::super::error::PretrainedError;
 
@@ -53,7 +53,7 @@ pub(super) fn dtype(number: u32) -> Option<GgmlDType> {
 
 /// Walks the header and returns its length in bytes, the padding before the data not included.
 pub(super) fn check(path: &Path) -> Result<u64, PretrainedError> {
-    let file = File::open(path).map_err(FileError::on("open", path))?;
+    let file = files::open(path)?;
     let len = file.metadata().map_err(FileError::on("read", path))?.len();
     let mut walk =
         Walk { path: path.to_path_buf(), reader: BufReader::new(file), at: 0, len, array_elements: 0 };
