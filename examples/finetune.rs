@@ -402,7 +402,7 @@ impl Run {
 
 /// The first words of a text.
 fn opening(path: &Path) -> Result<String> {
-    let text = std::files::read_to_string(path, u64::MAX)?;
+    let text = files::read_to_string(path, u64::MAX)?;
     let words: Vec<&str> = text.split_whitespace().take(8).collect();
     Ok(words.join(" "))
 }
