@@ -151,7 +151,7 @@ impl Case {
     pub fn same_bits(&self) -> String {
         let Case { outer_ranks, shard_ranks, cp_ranks, half, microbatches, awkward, .. } = self;
         let inner = shard_ranks * cp_ranks;
-        let late = *microbatches > 1 && (inner == 1 || !self.strategy.shards_grads());
+        let late = *microbatches > 1 && !self.strategy.shards_grads();
         format!("{outer_ranks} x {inner}, {half}, {microbatches}, {awkward:?}, {late}")
     }
 
@@ -166,9 +166,10 @@ impl Case {
         // is left out where something is to be unused.
         let units: u64 = if self.awkward == Awkward::Unused { 4 } else { 5 };
         let trainable = units + 1 - u64::from(self.awkward == Awkward::Frozen);
-        let strategy = if self.shard_ranks * self.cp_ranks == 1 { Strategy::NoShard } else { self.strategy };
-        let gathers = match strategy {
+        let gathers = match self.strategy {
             Strategy::NoShard => 0,
+            // Their shards are whole weights.
+            _ if self.shard_ranks * self.cp_ranks == 1 => 0,
             // Once after each step, whatever the number of microbatches; what is frozen once for all.
             Strategy::Optim | Strategy::OptimGrads => {
                 if step == 0 {
@@ -187,9 +188,7 @@ impl Case {
                 microbatches * (1 + units + backward)
             }
         };
-        let (mut scatters, mut reduces) = match strategy {
-            // One rank's gradients are their own sum.
-            Strategy::NoShard if self.ranks() == 1 => (0, 0),
+        let (mut scatters, mut reduces) = match self.strategy {
             Strategy::NoShard => (0, trainable),
             Strategy::Optim => (trainable, 0),
             _ => (microbatches * trainable, 0),

@@ -118,17 +118,115 @@ fn a_step_reduces_what_no_microbatch_has() {
     }
 }
 
+/// How a step's earlier microbatches are run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Earlier {
+    /// Like the last one.
+    Alike,
+    NotLast,
+}
+
+/// The gradient, one value, of microbatches that bring these, reduced in 16 bits into f32.
+fn reduced_in(reduce: Dtype, strategy: Strategy, ranks: usize, n: usize, run: Earlier, batches: &[f32]) -> f32 {
+    let all = on_ranks(ranks, |world| {
+        let precision = MixedPrecision { reduce, main_grads: Dtype::F32, ..MixedPrecision::F32 };
+        let config = FsdpConfig { precision, ..config(strategy) };
+        let model = dot(n).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        for (index, &x) in batches.iter().enumerate() {
+            model.set_is_last_microbatch(run == Earlier::Alike || index + 1 == batches.len());
+            let loss = model.forward(&vec![full(n, x)])?;
+            model.backward(&loss)?;
+        }
+        Ok(gradients(&model)?.swap_remove(0).1)
+    });
+    let first = all[0][0];
+    assert!(all.iter().flatten().all(|&value| value == first), "{strategy}, {ranks} ranks: {all:?}");
+    first
+}
+
+/// Sums that 16 bits cannot hold, of contributions that they can: the sum is what is kept in f32.
+fn narrow_sums() -> Vec<(usize, Vec<f32>, f32)> {
+    let around = |large: f32| [vec![large], vec![1.0; 8], vec![-large]].concat();
+    vec![
+        (1, vec![1.0; 200], 200.0),
+        (1000, vec![1.0; 200], 200.0),
+        (3, vec![1.0; 300], 300.0),
+        (3, around(512.0), 8.0),
+        (1000, around(4096.0), 8.0),
+    ]
+}
+
+#[test]
+fn a_narrow_reduction_rounds_what_a_microbatch_brings_and_not_the_sum() {
+    for reduce in [Dtype::BF16, Dtype::F16] {
+        for strategy in [Strategy::OptimGrads, Strategy::OptimGradsParams] {
+            for ranks in [1, 2] {
+                for (n, batches, expected) in narrow_sums() {
+                    for run in [Earlier::Alike, Earlier::NotLast] {
+                        let found = reduced_in(reduce, strategy, ranks, n, run, &batches);
+                        assert_eq!(found, expected, "{reduce}, {strategy}, {ranks} ranks, {n}, {run:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_million_elements_are_summed_over_many_microbatches_while_they_are_reduced() {
+    let found = reduced_in(Dtype::BF16, Strategy::default(), 1, 1_000_000, Earlier::Alike, &[1.0; 300]);
+    assert_eq!(found, 300.0);
+}
+
+#[test]
+fn gradients_that_are_reduced_once_a_step_are_rounded_once() {
+    for reduce in [Dtype::BF16, Dtype::F16] {
+        for strategy in [Strategy::NoShard, Strategy::Optim] {
+            for ranks in [1, 2] {
+                for (n, batches, expected) in narrow_sums() {
+                    let found = reduced_in(reduce, strategy, ranks, n, Earlier::NotLast, &batches);
+                    assert_eq!(found, expected, "{reduce}, {strategy}, {ranks} ranks, {n}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_second_synchronised_backward_is_refused_where_it_would_be_wrong() {
     for strategy in [Strategy::NoShard, Strategy::Optim] {
-        on_ranks(2, |world| {
-            let model = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
-            let loss = model.forward(&vec![full(3, 1.0)])?;
-            model.backward(&loss)?;
-            let loss = model.forward(&vec![full(3, 1.0)])?;
-            let error = model.backward(&loss).unwrap_err().to_string();
-            assert!(error.contains("no_sync") && error.contains(strategy.name()), "{error}");
-            Ok(())
-        });
+        for (ranks, reduce) in [(1, Dtype::F32), (1, Dtype::BF16), (2, Dtype::F32)] {
+            on_ranks(ranks, |world| {
+                let precision = MixedPrecision { reduce, ..MixedPrecision::F32 };
+                let config = FsdpConfig { precision, ..config(strategy) };
+                let model = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let loss = model.forward(&vec![full(3, 1.0)])?;
+                model.backward(&loss)?;
+                let loss = model.forward(&vec![full(3, 1.0)])?;
+                let error = model.backward(&loss).unwrap_err().to_string();
+                assert!(error.contains("no_sync") && error.contains(strategy.name()), "{error}");
+                assert_eq!(gradients(&model)?, named(&[("units.0.w", &[1.0; 3])]));
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn the_refusal_of_a_second_backward_speaks_of_what_was_chosen() {
+    for (outer, inner) in [(2, 1), (2, 2), (3, 1)] {
+        for strategy in [Strategy::OptimGradsParams, Strategy::OptimGrads] {
+            on_ranks(outer * inner, |world| {
+                let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                let model = dot(3).fully_shard_with(&mesh, &config(strategy))?;
+                let loss = model.forward(&vec![full(3, 1.0)])?;
+                model.backward(&loss)?;
+                let loss = model.forward(&vec![full(3, 1.0)])?;
+                let error = model.backward(&loss).unwrap_err().to_string();
+                assert!(error.contains(&format!("with {outer} ranks of `dp_outer` the gradients")), "{error}");
+                assert!(!error.contains("strategy"), "{error}");
+                Ok(())
+            });
+        }
     }
 }

@@ -28,13 +28,11 @@ fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
 #[test]
 fn a_dim_of_size_one_changes_nothing_that_is_not_said() {
     on_ranks(2, |world| {
-        for (dims, in_force) in [
-            ([("dp_outer", 1), ("dp_shard", 2)], Strategy::OptimGradsParams),
-            // One rank holds all shards: the strategy in force says so.
-            ([("dp_outer", 2), ("dp_shard", 1)], Strategy::NoShard),
-        ] {
-            let model = dot(3).fully_shard(&world.mesh(&dims)?)?;
-            assert_eq!(model.strategy(), in_force);
+        for dims in [[("dp_outer", 1), ("dp_shard", 2)], [("dp_outer", 2), ("dp_shard", 1)]] {
+            for strategy in Strategy::ALL {
+                let model = dot(3).fully_shard_with(&world.mesh(&dims)?, &config(strategy))?;
+                assert_eq!(model.strategy(), strategy);
+            }
         }
         Ok(())
     });

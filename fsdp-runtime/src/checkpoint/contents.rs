@@ -86,7 +86,7 @@ impl<'a> Contents<'a> {
             writer: Writer {
                 ranks: engine.comm.size(),
                 mesh: engine.mesh.to_string(),
-                strategy: engine.strategy.to_string(),
+                strategy: engine.config.strategy.to_string(),
                 precision: engine.config.precision.to_string(),
                 alignment: format!("{:?}", engine.config.alignment),
                 library: env!("CARGO_PKG_VERSION").into(),

@@ -24,7 +24,7 @@ use crate::memory::{Account, Aliases, TOMBSTONE, candle_dtype, names_tombstone};
 use crate::mesh::Topology;
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::random::RandomKey;
-use crate::spec::{ReshardAfterForward, Strategy};
+use crate::spec::ReshardAfterForward;
 use crate::trace::{Begun, Tracer};
 
 /// Why a backward is refused after an optimizer step or a load.
@@ -131,8 +131,6 @@ pub(crate) struct Parts {
     pub id: usize,
     pub config: FsdpConfig,
     pub mesh: Topology,
-    /// The configured strategy, or `NoShard` where one rank holds all shards.
-    pub strategy: Strategy,
     /// All ranks of the mesh.
     pub comm: Arc<dyn Communicator>,
     /// The same, for saving and restoring: beside training, in an order of its own.
@@ -435,11 +433,11 @@ impl Engine {
                     "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
                 ));
             }
-            if state.reduce.is_synced() && self.comm.size() > 1 {
-                let with = if self.strategy.shards_grads() {
+            if state.reduce.is_synced() {
+                let with = if self.config.strategy.shards_grads() {
                     format!("{} ranks of `dp_outer`", self.outer_comm.size())
                 } else {
-                    format!("strategy `{}`", self.strategy)
+                    format!("strategy `{}`", self.config.strategy)
                 };
                 return Err(Error::Usage(format!(
                     "with {with} the gradients of a step are reduced once, in its last microbatch: run the earlier ones \

@@ -34,7 +34,7 @@ impl<M> std::fmt::Debug for Fsdp<M> {
 
 impl std::fmt::Debug for Engine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Engine(rank {} of {}, {})", self.comm.rank(), self.comm.size(), self.strategy)
+        write!(f, "Engine(rank {} of {}, {})", self.comm.rank(), self.comm.size(), self.config.strategy)
     }
 }
 
@@ -67,9 +67,9 @@ impl<M> Fsdp<M> {
         self.engine.backend.tensors()
     }
 
-    /// The strategy in force: the configured one, or `NoShard` where there is one rank.
+    /// The configured strategy, in force on any number of ranks.
     pub fn strategy(&self) -> Strategy {
-        self.engine.strategy
+        self.engine.config.strategy
     }
 
     /// Where every parameter lives.

@@ -30,7 +30,7 @@ impl Engine {
     pub(crate) fn open_gradients(&self, unit: usize) -> Result<()> {
         let targets = {
             let mut state = self.state.lock();
-            if self.comm.size() > 1 && state.reduce.is_reduced(unit) {
+            if state.reduce.is_reduced(unit) {
                 let message = "a recomputation runs it again after its gradients were reduced, as it is called inside \
                                a recomputed unit and outside of it: run this backward under `model.no_sync()`, and \
                                the optimizer's step will reduce once";

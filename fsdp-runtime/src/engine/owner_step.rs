@@ -218,7 +218,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
     ) -> Result<()> {
         let Some(main_grad) = &bucket.main_grad else { return Ok(()) };
         let compute = &*engine.streams.compute;
-        let sharded = engine.strategy.shards_optim() || bucket.layout.outer > 1;
+        let sharded = engine.config.strategy.shards_optim() || bucket.layout.outer > 1;
         let tag = engine.tag(engine.unit_path(bucket.layout.key.unit), Phase::Optimizer);
         let category = Some(Category::OwnerStep);
         // The whole in f32, and whether it is a copy.

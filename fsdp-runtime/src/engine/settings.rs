@@ -7,7 +7,7 @@ use super::unit::UnitCell;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
 use crate::mesh::{MeshDim, Topology};
-use crate::spec::{Dtype, MixedPrecision, ReshardAfterForward, Strategy};
+use crate::spec::{Dtype, MixedPrecision, ReshardAfterForward};
 
 pub(crate) fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     for &(dim, size) in mesh.topology().dims() {
@@ -51,12 +51,6 @@ pub(crate) fn check_precision(config: &FsdpConfig) -> Result<()> {
     Err(Error::Config(format!(
         "main gradients are kept in f32 or in the dtype in which gradients are reduced, {reduce}, not in {main_grads}"
     )))
-}
-
-/// The configured strategy, or `NoShard` where one rank holds all shards. Steps in the backward need gradients
-/// that are reduced unit by unit, on one rank too.
-pub(crate) fn strategy_in_force(config: &FsdpConfig, mesh: &Topology) -> Strategy {
-    if shard_ranks(mesh) == 1 && !config.step_in_backward { Strategy::NoShard } else { config.strategy }
 }
 
 pub(crate) fn check_step_in_backward(config: &FsdpConfig, mesh: &Topology) -> Result<()> {

@@ -13,7 +13,7 @@ use super::module::FsdpUnit;
 use super::param::Bound;
 use super::settings::{
     SHARD_DIMS, check_mesh, check_precision, check_reshard, check_step_in_backward, reshard_modes,
-    shard_ranks, strategy_in_force,
+    shard_ranks,
 };
 use super::sink::GradSink;
 use crate::buffer::{GroupBuffers, Placement};
@@ -26,7 +26,7 @@ use crate::pipeline::{
     AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
     Reshard, Streams,
 };
-use crate::spec::{OuterStrategy, ParamSpec, ReshardAfterForward};
+use crate::spec::{OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 /// Sharding of a whole model. Implemented for every [`FsdpUnit`].
@@ -104,7 +104,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     bind_params(&collected, &layout, &slots, id)?;
 
     let rank = comm.rank();
-    let strategy = strategy_in_force(config, mesh.topology());
+    let strategy = config.strategy;
     let placement = Placement { strategy, rank: shard_comm.rank(), outer_rank: outer_comm.rank() };
     let account = Account::new(backend.memory());
     for comm in [&comm, &shard_comm, &outer_comm] {
@@ -123,7 +123,6 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         id,
         config: config.clone(),
         mesh: mesh.topology().clone(),
-        strategy,
         groups: layout.buckets.iter().map(allocate).collect::<Result<_, _>>()?,
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
@@ -220,7 +219,7 @@ fn gather_units(parts: &Parts) -> Result<Vec<GatherUnit>> {
     let mut units = Vec::with_capacity(parts.units.len());
     for (index, (unit, mode)) in parts.units.iter().zip(&parts.reshard).enumerate() {
         let reshard = match *mode {
-            _ if !parts.strategy.shards_params() || index == ROOT => Reshard::Always,
+            _ if !parts.config.strategy.shards_params() || index == ROOT => Reshard::Always,
             ReshardAfterForward::Always => Reshard::Always,
             ReshardAfterForward::Never => Reshard::Never,
             ReshardAfterForward::Ranks(ranks) if ranks == comm.size() => Reshard::Always,
@@ -256,7 +255,8 @@ fn gather_pipeline(parts: &Parts) -> Result<AllGatherPipeline> {
         parts.tracer.clone(),
         &parts.account,
         GatherOptions {
-            strategy: parts.strategy,
+            // One rank's shards are whole weights: there is nothing to gather, and nothing to hold beside them.
+            strategy: if parts.shard_comm.size() == 1 { Strategy::NoShard } else { config.strategy },
             prefetch: Prefetch { forward: config.prefetch, backward: config.prefetch },
             budget: config.gather_budget,
             depth: POOLED_UNITS,
@@ -291,7 +291,7 @@ fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
         parts.tracer.clone(),
         &parts.account,
         ReduceOptions {
-            strategy: parts.strategy,
+            strategy: config.strategy,
             wire: config.precision.reduce,
             main: config.precision.main_grads,
             scale: match config.scaling {

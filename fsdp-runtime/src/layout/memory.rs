@@ -20,7 +20,7 @@ pub struct MemoryPlan {
     /// *One* f32 state buffer of the optimizer: of as many elements as it updates. AdamW has two of them.
     pub optimizer_state: u64,
     /// Bound of the whole weights that are gathered at a time: two units of each shape class (one if the
-    /// class has one unit) and the root. 0 where weights are held whole anyway.
+    /// class has one unit) and the root. 0 where weights are held whole anyway, as one rank's shards are.
     pub gather_pool: u64,
     /// Bound of the unreduced gradients that are held at a time: likewise, over trainable buckets, in the
     /// wire dtype. 0 where gradients are held whole, in the wire dtype: they are reduced in place.
@@ -59,8 +59,13 @@ impl BucketExtent {
     }
 
     /// Bytes of the whole weights.
-    pub(super) const fn gathered_bytes(&self) -> u64 {
+    pub(super) const fn whole_bytes(&self) -> u64 {
         self.size as u64 * self.dtype.size() as u64
+    }
+
+    /// Bytes of the whole weights that are gathered beside the shard: none where one rank's shard is the whole.
+    pub(super) const fn gathered_bytes(&self) -> u64 {
+        if self.shard_len == self.size { 0 } else { self.whole_bytes() }
     }
 
     /// Bytes of the unreduced gradients; 0 if it has none.

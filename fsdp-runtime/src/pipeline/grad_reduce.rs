@@ -457,11 +457,6 @@ impl GradReducePipeline {
         }
         let whole: Vec<_> = unit_groups.iter().map(|&group| main_grad(groups, group)).collect();
         let narrow = self.options.wire != self.options.main;
-        if self.comm.size() == 1 && self.options.scale == 1.0 && !narrow {
-            // They are their own sum. The outer ranks' reduction follows the reduce stream.
-            self.streams.reduce.wait(&self.streams.compute.record())?;
-            return Ok(());
-        }
         let (slot, wire) = if narrow { self.take_buckets(unit)? } else { (None, Vec::new()) };
         for (grads, bucket) in whole.iter().zip(&wire) {
             cast(&*self.streams.compute, grads.data(), bucket)?;

@@ -140,7 +140,7 @@ impl StaticBucket {
 
     /// Bytes of the whole buffer in the dtype of the model weights.
     pub const fn bytes(&self) -> u64 {
-        self.extent().gathered_bytes()
+        self.extent().whole_bytes()
     }
 
     const fn extent(&self) -> BucketExtent {
