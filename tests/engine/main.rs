@@ -45,3 +45,4 @@ mod step_in_backward;
 mod tied;
 mod training_parity;
 mod whole_and_sharded;
+mod whose_backward;

@@ -172,10 +172,14 @@ fn units_that_differ_only_in_what_is_frozen_share_the_gather_pool() {
             more: [Unit<Block>; 3] = array(unit),
         }
     }
-    assert_figures_agree::<Both>(&[1]);
-    let layout = StaticLayout::of::<Both>(&StaticOptions::DEFAULT);
-    assert_eq!(layout.kinds(), 2);
-    assert_eq!(layout.memory(Strategy::OptimGradsParams).gather_pool, 2 * 2 * 64 * 4);
+    assert_figures_agree::<Both>(&[1, 2]);
+    let gather_pool = |ranks| {
+        let layout = StaticLayout::of::<Both>(&StaticOptions { ranks, ..StaticOptions::DEFAULT });
+        assert_eq!(layout.kinds(), 2);
+        layout.memory(Strategy::OptimGradsParams).gather_pool
+    };
+    // One rank's shards are whole.
+    assert_eq!((gather_pool(1), gather_pool(2)), (0, 2 * 2 * 64 * 4));
 }
 
 #[test]

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::backward_step::UnitStep;
 use super::config::FsdpConfig;
+use super::opened::DETACHED;
 use super::sink::GradSink;
 use super::tokens::TokenCount;
 use super::turns::Turns;
@@ -30,6 +31,10 @@ use crate::trace::{Begun, Tracer};
 /// Why a backward is refused after an optimizer step or a load.
 pub(crate) const WEIGHTS_CHANGED: &str = "the weights have changed since the forward of this loss (by an optimizer \
      step or `load_weights`): its gradients would mix old activations with new weights; run the forward again";
+
+/// What to do where a pass seems to be under way, but was cut short.
+const CUT_SHORT: &str =
+    "If that was cut short, as by a panic that was caught, call `model.reset_step()`, and it can be called again";
 
 /// Index of the root unit.
 pub(crate) const ROOT: usize = 0;
@@ -111,6 +116,10 @@ pub(crate) struct State {
     pub grad_norm: Option<f64>,
     /// Steps units in the backward that is running, if it is to.
     pub unit_step: Option<UnitStep>,
+    /// The backward that is running has come to a unit.
+    pub reached: bool,
+    /// A backward has ended since the last optimizer step.
+    pub had_backward: bool,
 }
 
 impl State {
@@ -129,6 +138,8 @@ impl State {
 /// What a rank knows of its sharded model and what never changes.
 pub(crate) struct Parts {
     pub id: usize,
+    /// The type of the model, for messages.
+    pub name: String,
     pub config: FsdpConfig,
     pub mesh: Topology,
     /// All ranks of the mesh.
@@ -201,6 +212,8 @@ impl Engine {
             unscale: None,
             grad_norm: None,
             unit_step: None,
+            reached: false,
+            had_backward: false,
         };
         let engine = Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) });
         engine.note_state();
@@ -320,9 +333,9 @@ impl Engine {
         {
             let mut state = self.state.lock();
             if state.training != TrainingState::Idle {
-                return Err(Error::Usage(
-                    "the model's forward was called inside its own forward or backward".into(),
-                ));
+                return Err(Error::Usage(format!(
+                    "the model's forward was called inside its own forward or backward. {CUT_SHORT}"
+                )));
             }
             state.training = TrainingState::Forward;
             *self.failure.lock() = None;
@@ -418,12 +431,14 @@ impl Engine {
         let _ = state.gather.release(unit);
     }
 
-    /// A backward of the whole model begins; the root's sinks are open.
-    pub(crate) fn begin_backward(self: &Arc<Self>) -> Result<()> {
+    /// A backward of the whole model begins, of a loss with a graph (`tracked`) or without; the root's sinks are open.
+    pub(crate) fn begin_backward(self: &Arc<Self>, tracked: bool) -> Result<()> {
         let root_held = {
             let mut state = self.state.lock();
             if state.training != TrainingState::Idle {
-                return Err(Error::Usage("backward was called inside a forward or a backward".into()));
+                return Err(Error::Usage(format!(
+                    "the model's backward was called inside its own forward or backward. {CUT_SHORT}"
+                )));
             }
             if state.forward_version.is_some_and(|version| version != state.weights_version) {
                 return Err(Error::Usage(WEIGHTS_CHANGED.into()));
@@ -444,7 +459,11 @@ impl Engine {
                      under `model.no_sync()`, and step the optimizer after the last"
                 )));
             }
+            if !tracked {
+                return Err(Error::Usage(DETACHED.into()));
+            }
             state.training = TrainingState::Backward;
+            state.reached = false;
             *self.failure.lock() = None;
             // A clipping factor is that of the gradients it was computed from.
             state.forget_factors();
@@ -481,6 +500,7 @@ impl Engine {
         self.step_reduced_unit(state)?;
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
+        state.had_backward = true;
         state.pending_forwards -= 1;
         if state.pending_forwards == 0 {
             state.forward_version = None;
@@ -527,6 +547,7 @@ impl Engine {
         state.tokens = TokenCount::default();
         state.forget_factors();
         state.forwards = 0;
+        state.had_backward = false;
         state.expect_nothing();
         state.gather.expect_nothing();
         state.gather.reset()?;

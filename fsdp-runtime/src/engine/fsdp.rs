@@ -9,6 +9,7 @@ use super::backward_step;
 use super::config::GradientScaling;
 use super::core::{Engine, ROOT};
 use super::forward::Forward;
+use super::opened::Opened;
 use super::scope::Frame;
 use crate::comm::{HostOp, Phase};
 use crate::device::read_f32;
@@ -167,8 +168,8 @@ impl<M> Fsdp<M> {
     /// schedule; the order is that of the ranks, all alike.
     ///
     /// # Errors
-    /// If `loss` is not a scalar or not finite (with `check_finite`), without a forward before it, and those
-    /// of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
+    /// If `loss` is not a scalar or not finite (with `check_finite`), is detached or was computed by another model,
+    /// without a forward before it, and those of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
     /// again.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         if self.engine.config.scaling == GradientScaling::PerToken {
@@ -198,7 +199,7 @@ impl<M> Fsdp<M> {
                 return Err(engine.unit_error(ROOT, Phase::Forward, message));
             }
         }
-        engine.begin_backward()?;
+        engine.begin_backward(loss.track_op())?;
         let outcome = self.backward_locked(loss);
         if outcome.is_err() {
             // The error that counts is the first one.
@@ -210,13 +211,15 @@ impl<M> Fsdp<M> {
     fn backward_locked(&self, loss: &Tensor) -> Result<()> {
         let engine = &self.engine;
         let span = engine.begin_span("model backward", &engine.units[ROOT].path);
-        if loss.track_op() {
-            let mut grads = loss.backward().map_err(|error| {
+        let mut grads = {
+            let _opened = Opened::by(engine);
+            loss.backward().map_err(|error| {
                 let error = engine.note_unit_failure(ROOT, Phase::Backward, error);
                 engine.explain(error)
-            })?;
-            engine.collect_gradients(ROOT, &[], &mut grads)?;
-        }
+            })?
+        };
+        engine.collect_gradients(ROOT, &[], &mut grads)?;
+        engine.check_reached()?;
         engine.end_span(span);
         engine.end_backward()
     }

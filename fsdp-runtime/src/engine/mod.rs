@@ -21,6 +21,7 @@ mod history;
 mod load;
 mod loss_scale;
 mod module;
+mod opened;
 mod optimizer;
 mod owner_step;
 mod param;

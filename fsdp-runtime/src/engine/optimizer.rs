@@ -228,6 +228,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<DueStep> {
         self.check(engine)?;
         backward_step::refuse(engine, "a step after it")?;
+        engine.check_has_backward()?;
         engine.finish_grad_sync()?;
         if self.is_new() {
             self.agree(engine, more)?;
@@ -458,6 +459,7 @@ impl DueStep {
         state.received.fill(false);
         state.tokens = Default::default();
         state.forwards = 0;
+        state.had_backward = false;
         state.forget_factors();
         state.step += 1;
         drop(state);

@@ -121,6 +121,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     };
     let parts = Parts {
         id,
+        name: name.into(),
         config: config.clone(),
         mesh: mesh.topology().clone(),
         groups: layout.buckets.iter().map(allocate).collect::<Result<_, _>>()?,

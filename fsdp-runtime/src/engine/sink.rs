@@ -213,6 +213,11 @@ impl GradSink {
         borrow(&guard).is_none_or(|open| open.is_some())
     }
 
+    /// A gradient came since it was opened.
+    pub(crate) fn is_touched(&self) -> bool {
+        self.0.lock().as_ref().is_some_and(|open| open.touched)
+    }
+
     /// Directs gradients into `slice`; `written` says that it holds a gradient already.
     ///
     /// # Panics

@@ -420,7 +420,14 @@ where
         _output: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(pass) = self.pass.lock().take() else {
+        let pass = {
+            let mut pass = self.pass.lock();
+            if let Some(BackwardPass { run, .. }) = &*pass {
+                run.engine.note_reached(run.unit)?;
+            }
+            pass.take()
+        };
+        let Some(pass) = pass else {
             candle_core::bail!(
                 "backward was run twice over the same forward: call the model's forward again"
             );

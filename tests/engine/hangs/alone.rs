@@ -283,6 +283,6 @@ fn a_step_reset_alone() {
             training.optimize()
         };
         let ends = at_once(3, instead_of_a_step(strategy, reset));
-        ends.every_rank_says(&["rank 1 is after step 3", "gradients in 0 units", "gradients in 4 units"]);
+        ends.every_rank_says(&["no backward of model `Layers` has ended since its last optimizer step or reset"]);
     }
 }
