@@ -127,7 +127,14 @@ enum Earlier {
 }
 
 /// The gradient, one value, of microbatches that bring these, reduced in 16 bits into f32.
-fn reduced_in(reduce: Dtype, strategy: Strategy, ranks: usize, n: usize, run: Earlier, batches: &[f32]) -> f32 {
+fn reduced_in(
+    reduce: Dtype,
+    strategy: Strategy,
+    ranks: usize,
+    n: usize,
+    run: Earlier,
+    batches: &[f32],
+) -> f32 {
     let all = on_ranks(ranks, |world| {
         let precision = MixedPrecision { reduce, main_grads: Dtype::F32, ..MixedPrecision::F32 };
         let config = FsdpConfig { precision, ..config(strategy) };
@@ -223,7 +230,10 @@ fn the_refusal_of_a_second_backward_speaks_of_what_was_chosen() {
                 model.backward(&loss)?;
                 let loss = model.forward(&vec![full(3, 1.0)])?;
                 let error = model.backward(&loss).unwrap_err().to_string();
-                assert!(error.contains(&format!("with {outer} ranks of `dp_outer` the gradients")), "{error}");
+                assert!(
+                    error.contains(&format!("with {outer} ranks of `dp_outer` the gradients")),
+                    "{error}"
+                );
                 assert!(!error.contains("strategy"), "{error}");
                 Ok(())
             });

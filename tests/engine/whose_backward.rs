@@ -94,7 +94,10 @@ fn a_loss_of_two_models_is_refused_and_of_one_with_the_other_detached_is_not() {
             let outcome = second.backward(&(loss + hidden)?);
             assert_eq!(outcome.is_ok(), detached);
             if let Err(error) = outcome {
-                assert_says(&error.to_string(), &["with a loss of another model", "unit `units.0` of `Dots`"]);
+                assert_says(
+                    &error.to_string(),
+                    &["with a loss of another model", "unit `units.0` of `Dots`"],
+                );
             }
         }
         assert_eq!(gradients(&second)?, named(&[("units.0.w", &[1.0; 3])]));

@@ -33,8 +33,7 @@ pub(crate) const WEIGHTS_CHANGED: &str = "the weights have changed since the for
      step or `load_weights`): its gradients would mix old activations with new weights; run the forward again";
 
 /// What to do where a pass seems to be under way, but was cut short.
-const CUT_SHORT: &str =
-    "If that was cut short, as by a panic that was caught, call `model.reset_step()`, and it can be called again";
+const CUT_SHORT: &str = "If that was cut short, as by a panic that was caught, call `model.reset_step()`, and it can be called again";
 
 /// Index of the root unit.
 pub(crate) const ROOT: usize = 0;

@@ -77,7 +77,8 @@ impl Engine {
 
     /// The elements of the bucket that are of this parameter and this rank has weights for.
     fn held_part(&self, group: &GroupBuffers, item: &Item) -> Option<Range<usize>> {
-        let extent = if self.config.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
+        let extent =
+            if self.config.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
         let part = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
         (!part.is_empty()).then_some(part)
     }

@@ -75,7 +75,8 @@ impl<M> Fsdp<M> {
     /// main gradients are those of one unit, the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
-        let (layout, strategy, precision) = (&engine.layout, engine.config.strategy, &engine.config.precision);
+        let (layout, strategy, precision) =
+            (&engine.layout, engine.config.strategy, &engine.config.precision);
         let mut plan =
             MemoryPlan::new(layout, strategy, precision).with_reshard(layout, strategy, &engine.reshard);
         if engine.config.step_in_backward {

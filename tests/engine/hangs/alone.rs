@@ -283,6 +283,8 @@ fn a_step_reset_alone() {
             training.optimize()
         };
         let ends = at_once(3, instead_of_a_step(strategy, reset));
-        ends.every_rank_says(&["no backward of model `Layers` has ended since its last optimizer step or reset"]);
+        ends.every_rank_says(&[
+            "no backward of model `Layers` has ended since its last optimizer step or reset",
+        ]);
     }
 }
