@@ -215,7 +215,7 @@ impl GradSink {
 
     /// A gradient came since it was opened.
     pub(crate) fn is_touched(&self) -> bool {
-        self.0.lock().as_ref().is_some_and(|open| open.touched)
+        self.0.lock().borrow().as_ref().is_some_and(|open| open.touched)
     }
 
     /// Directs gradients into `slice`; `written` says that it holds a gradient already.
