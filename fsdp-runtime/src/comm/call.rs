@@ -257,7 +257,8 @@ impl Call {
     /// `all-gather of unit `layers.1` (forward, step 3, 4096 B)`.
     pub(super) fn describe(op: Op, tag: &Tag, bytes: usize) -> String {
         let what = if op.is_host() { "" } else { "unit " };
-        format!("{op} of {what}`{}` ({}, step {}, {bytes} B)", tag.unit, tag.phase, tag.step)
+        let unit = if tag.unit.is_empty() { "(root)" } else { &tag.unit };
+        format!("{op} of {what}`{unit}` ({}, step {}, {bytes} B)", tag.phase, tag.step)
     }
 
     /// Whether two ranks do the same, in the same optimizer step: a rank that has skipped one has other weights.
@@ -268,7 +269,8 @@ impl Call {
             && self.notes == other.notes
     }
 
-    fn same_name(&self, other: &Call) -> bool {
+    /// Whether both are the same operation for the same thing.
+    pub(super) fn same_name(&self, other: &Call) -> bool {
         self.op == other.op && self.tag == other.tag
     }
 

@@ -5,39 +5,60 @@ use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use super::activity::Activity;
 use super::{Event, Stream, Work};
 use crate::comm::{CommError, panic_text};
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{AtomicUsize, Condvar, Mutex, Ordering, thread_local};
 
-/// An event that some thread completes once.
-#[derive(Default)]
+/// An event that the worker of a stream completes once.
 struct CpuEvent {
-    outcome: Mutex<Option<Result<(), CommError>>>,
+    state: Mutex<EventState>,
     completed: Condvar,
+    /// What the worker is counted in.
+    activity: Option<Arc<Activity>>,
+}
+
+#[derive(Default)]
+struct EventState {
+    outcome: Option<Result<(), CommError>>,
+    /// One for each thread that waits and is not counted meanwhile.
+    at_rest: Vec<Arc<Activity>>,
 }
 
 impl CpuEvent {
     fn complete(&self, outcome: Result<(), CommError>) {
-        *self.outcome.lock() = Some(outcome);
+        let mut state = self.state.lock();
+        state.outcome = Some(outcome);
+        for activity in state.at_rest.drain(..) {
+            activity.start();
+        }
         self.completed.notify_all();
     }
 }
 
 impl Event for CpuEvent {
     fn synchronize(&self) -> Result<(), CommError> {
-        let mut outcome = self.outcome.lock();
+        let mut state = self.state.lock();
+        // Only a thread of the same rank knows what the worker is up to.
+        let activity = self.activity.as_ref().filter(|activity| activity.is_current());
+        if let Some(activity) = activity.filter(|_| state.outcome.is_none()) {
+            state.at_rest.push(activity.clone());
+            drop(state);
+            activity.stop();
+            state = self.state.lock();
+        }
         loop {
-            match &*outcome {
+            match &state.outcome {
                 Some(outcome) => return outcome.clone(),
-                None => self.completed.wait(&mut outcome),
+                None => self.completed.wait(&mut state),
             }
         }
     }
 
     fn is_complete(&self) -> bool {
-        self.outcome.lock().is_some()
+        self.state.lock().outcome.is_some()
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -81,6 +102,8 @@ pub struct CpuStream {
     /// `None` if the worker thread could not be started.
     queue: Option<Sender<Item>>,
     queued: Arc<AtomicUsize>,
+    /// What the worker is counted in while something is queued: that of the thread that made the stream.
+    activity: Option<Arc<Activity>>,
     worker: Option<JoinHandle<()>>,
     failed_at_birth: Option<CommError>,
 }
@@ -92,26 +115,33 @@ impl CpuStream {
         let name = name.into();
         let (queue, items) = channel();
         let queued = Arc::new(AtomicUsize::new(0));
-        let (stream, counter) = (name.clone(), queued.clone());
-        let spawned =
-            thread::Builder::new().name(name.clone()).spawn(move || work_off(&stream, &items, &counter));
-        Arc::new(match spawned {
-            Ok(worker) => {
-                CpuStream { name, queue: Some(queue), queued, worker: Some(worker), failed_at_birth: None }
-            }
+        let activity = Activity::current();
+        let (stream, counter, own) = (name.clone(), queued.clone(), activity.clone());
+        let work = move || work_off(&stream, &items, &counter, own.as_ref());
+        let (queue, worker, failed_at_birth) = match thread::Builder::new().name(name.clone()).spawn(work) {
+            Ok(worker) => (Some(queue), Some(worker), None),
             Err(error) => {
                 let message = format!("its worker thread could not be started: {error}");
-                let failure = CommError::Stream { stream: name.clone(), message };
-                CpuStream { name, queue: None, queued, worker: None, failed_at_birth: Some(failure) }
+                (None, None, Some(CommError::Stream { stream: name.clone(), message }))
             }
-        })
+        };
+        Arc::new(CpuStream { name, queue, queued, activity, worker, failed_at_birth })
+    }
+
+    /// Whether its worker is counted in `activity`.
+    pub(crate) fn is_counted_in(&self, activity: &Arc<Activity>) -> bool {
+        self.activity.as_ref().is_some_and(|own| Arc::ptr_eq(own, activity))
     }
 
     fn push(&self, item: Item) -> Result<(), CommError> {
         if let Some(failure) = &self.failed_at_birth {
             return Err(failure.clone());
         }
-        self.queued.fetch_add(1, Ordering::Relaxed);
+        if self.queued.fetch_add(1, Ordering::AcqRel) == 0
+            && let Some(activity) = &self.activity
+        {
+            activity.start();
+        }
         match &self.queue {
             Some(queue) if queue.send(item).is_ok() => Ok(()),
             _ => Err(CommError::Stream {
@@ -132,7 +162,8 @@ impl Stream for CpuStream {
     }
 
     fn record(&self) -> Arc<dyn Event> {
-        let event = Arc::new(CpuEvent::default());
+        let activity = self.activity.clone();
+        let event = Arc::new(CpuEvent { state: Mutex::default(), completed: Condvar::default(), activity });
         match self.push(Item::Record(event.clone())) {
             Ok(()) => event,
             Err(failure) => Arc::new(Passed(Err(failure))),
@@ -166,7 +197,10 @@ impl Drop for CpuStream {
 }
 
 /// The worker thread's loop.
-fn work_off(stream: &str, items: &Receiver<Item>, queued: &AtomicUsize) {
+fn work_off(stream: &str, items: &Receiver<Item>, queued: &AtomicUsize, activity: Option<&Arc<Activity>>) {
+    if let Some(activity) = activity {
+        activity.enter();
+    }
     let mut failure: Option<CommError> = None;
     for item in items {
         let outcome = match item {
@@ -186,7 +220,11 @@ fn work_off(stream: &str, items: &Receiver<Item>, queued: &AtomicUsize) {
         if let Err(error) = outcome {
             failure.get_or_insert(error);
         }
-        queued.fetch_sub(1, Ordering::Release);
+        if queued.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(activity) = activity
+        {
+            activity.stop();
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! ([`cpu`]) a side stream is a worker thread and the compute stream is the rank's own thread; on CUDA they
 //! are streams of the driver.
 
+mod activity;
 mod anywhere;
 mod average;
 mod backend;
@@ -20,6 +21,7 @@ mod range;
 mod stream;
 mod widen;
 
+pub(crate) use activity::Activity;
 pub use anywhere::{read_anywhere, update_all_anywhere, update_anywhere};
 pub use average::move_average;
 pub use backend::{AdamWRun, AdamWScalars, Backend, CpuBackend, Kernels};

@@ -281,7 +281,7 @@ impl Launcher {
             move || {
                 let communicator = world.communicator(rank).map_err(|error| error.to_string());
                 let own = communicator.map(|communicator| World { communicator, local_rank: rank });
-                run_rank(&*world, rank, own, rank_main)
+                run_rank(&world, rank, own, rank_main)
             },
         )
     }

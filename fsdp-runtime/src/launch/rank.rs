@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use super::{RankEnd, World};
 use crate::comm::local::LocalWorld;
@@ -19,19 +20,33 @@ pub(super) fn join_rank<T>(thread: ScopedJoinHandle<'_, Result<T, RankEnd>>) -> 
 
 /// Who is told how a rank has ended.
 pub(super) trait Ends {
+    /// The rank's code begins, in this thread.
+    fn begin(&self, _rank: usize) {}
+
+    /// The rank's code is over, and has not failed.
+    fn returns(&self, _rank: usize) {}
+
     fn finish(&self, rank: usize);
 
     /// `how` follows the rank's name.
     fn fail(&self, rank: usize, how: &str);
 }
 
-impl Ends for LocalWorld {
+impl Ends for Arc<LocalWorld> {
+    fn begin(&self, rank: usize) {
+        LocalWorld::begin(self, rank);
+    }
+
+    fn returns(&self, rank: usize) {
+        LocalWorld::returns(self, rank);
+    }
+
     fn finish(&self, rank: usize) {
-        self.finish(rank);
+        LocalWorld::finish(self, rank);
     }
 
     fn fail(&self, rank: usize, how: &str) {
-        self.fail(rank, how);
+        LocalWorld::fail(self, rank, how);
     }
 }
 
@@ -57,12 +72,14 @@ where
     F: Fn(World) -> Result<T, E>,
 {
     let workers = WorkerScope::enter();
+    ends.begin(rank);
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         // The alternate form, by which some error types give their causes too.
         rank_main(world?).map_err(|error| format!("{error:#}"))
     }));
     let end = match outcome {
         Ok(Ok(value)) => {
+            ends.returns(rank);
             // What is still under way on its streams, peers take part in.
             workers.join();
             ends.finish(rank);

@@ -4,6 +4,8 @@
 //! that no chain of locks, messages and joins puts in an order are a race, even if in this schedule they were
 //! far apart. This is the happens-before test of race detectors, on the vector clocks that the checker keeps.
 
+#[path = "../../../fsdp-runtime/src/device/activity.rs"]
+mod activity;
 #[path = "../../../fsdp-runtime/src/device/average.rs"]
 mod average;
 #[path = "../../../fsdp-runtime/src/device/backend.rs"]
@@ -29,6 +31,7 @@ mod widen;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub(crate) use activity::Activity;
 pub use average::move_average;
 pub use backend::{Backend, CpuBackend};
 pub use buffer::{ALIGN, Buffer, Element, OnFree};

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::knot::HINT;
 use super::rendezvous::{Endpoint, fail};
 use super::world::{Cause, State, returned_early};
 use crate::comm::CommError;
@@ -93,7 +94,8 @@ impl Ledger for Endpoint {
         let other = on_the_host.map(|(i, arrival)| (i, &arrival.call)).or(entered);
         if let Some((peer, theirs)) = other.filter(|(_, theirs)| !theirs.agrees_with(&call)) {
             let difference = call.differing(rank, theirs, members[peer]);
-            let message = format!("{} differs: {difference}", state.name(channel, number));
+            let hint = if call.same_name(theirs) { String::new() } else { format!("; {HINT}") };
+            let message = format!("{} differs: {difference}{hint}", state.name(channel, number));
             return Err(fail(world, &mut state, rank, Cause::Diverged, message));
         }
         let has_called =
@@ -114,8 +116,7 @@ impl Ledger for Endpoint {
             }
         }
         // Of the host's part it is over: what the host does next need not wait for the device.
-        this.left[index] += 1;
-        this.changed.notify_all();
+        this.leave(index);
         Ok(number)
     }
 

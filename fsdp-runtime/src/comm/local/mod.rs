@@ -4,6 +4,7 @@
 //! at the same time as the others, reading the slices of its peers where they are (`rendezvous.rs` says why
 //! that is sound). Sums are taken in rank order, so that every run gives the same bits.
 
+mod knot;
 mod ledger;
 mod reduce;
 mod rendezvous;
@@ -55,6 +56,9 @@ impl LocalComm {
         #[cfg(feature = "cuda-driver")]
         if let Some(stream) = stream.as_any().downcast_ref() {
             return self.enqueue_on_device(stream, call, payload, from_peers, work);
+        }
+        if self.endpoint.is_strange(stream) {
+            self.endpoint.admit_stranger();
         }
         let (endpoint, op) = (self.endpoint.clone(), call.op);
         let ticket = self.endpoint.ticket(call);

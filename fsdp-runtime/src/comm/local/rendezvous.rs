@@ -15,12 +15,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::shake::Place;
-use super::world::{Cause, Channel, LocalWorld, State, returned_early};
+use super::knot::HINT;
+use super::world::{Behind, Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::comm::call::{Call, Op};
 #[cfg(feature = "cuda-driver")]
 use crate::device::Event;
-use crate::device::Slice;
+use crate::device::cpu::{ComputeStream, CpuStream};
+use crate::device::{Activity, Slice, Stream};
 use crate::sync::{Condvar, Instant, Mutex, MutexGuard};
 
 /// What one rank brings into a collective.
@@ -29,6 +31,8 @@ pub(super) struct Arrival {
     pub(super) number: u64,
     pub(super) call: Call,
     pub(super) payload: Payload,
+    /// What the thread is counted in that waits for the others, and is not counted meanwhile.
+    pub(super) at_rest: Option<Arc<Activity>>,
 }
 
 /// What peers may read until the departure.
@@ -90,8 +94,32 @@ impl Endpoint {
         self.world.count(self.rank, op, bytes_from_peers);
     }
 
+    /// The threads of this rank, if they are known and the present one is of them.
+    fn activity(&self) -> Option<Arc<Activity>> {
+        self.world.activities[self.rank].get().filter(|activity| activity.is_current()).cloned()
+    }
+
+    /// The rank's collectives run in threads that are not known.
+    pub(super) fn admit_stranger(&self) {
+        if let Some(activity) = self.world.activities[self.rank].get() {
+            activity.admit_stranger();
+        }
+    }
+
+    /// Whether the rank's threads are known, and the worker of this stream is none of them.
+    pub(super) fn is_strange(&self, stream: &dyn Stream) -> bool {
+        let Some(activity) = self.world.activities[self.rank].get() else { return false };
+        match stream.as_any().downcast_ref::<CpuStream>() {
+            Some(stream) => !stream.is_counted_in(activity),
+            None => !stream.as_any().is::<ComputeStream>(),
+        }
+    }
+
     /// Takes the next place in the order of this rank's calls.
     pub(super) fn ticket(self: &Arc<Self>, mut call: Call) -> Ticket {
+        if self.activity().is_none() {
+            self.admit_stranger();
+        }
         call.notes.extend(self.noted());
         self.shake(Place::Call);
         let number = self.called.fetch_add(1, Ordering::Relaxed);
@@ -133,6 +161,14 @@ impl Ticket {
         let mut state = world.state.lock();
 
         let behind = |state: &State| state.channels[channel].left[index] < self.number;
+        let own = endpoint.activity();
+        if let Some(activity) = own.clone().filter(|_| behind(&state) && state.failure.is_none()) {
+            let at_rest = activity.stop_in_silence();
+            state.channels[channel].behind.push(Behind { index, number: self.number, activity });
+            if at_rest {
+                world.comes_to_rest(&mut state, rank);
+            }
+        }
         while behind(&state) && state.failure.is_none() {
             if !wait(changed, &mut state, deadline) && behind(&state) {
                 let message = format!(
@@ -146,7 +182,10 @@ impl Ticket {
             }
         }
         if let Some(failure) = &state.failure {
-            return Err(failure.error(rank));
+            let error = failure.error(rank);
+            let own = |behind: &mut Behind| behind.index == index && behind.number == self.number;
+            state.channels[channel].behind.extract_if(.., own).for_each(|behind| behind.activity.start());
+            return Err(error);
         }
 
         state.enter(channel, index, number, &call);
@@ -156,7 +195,8 @@ impl Ticket {
         let other = first.or_else(|| state.entry(channel, number).map(|entry| (entry.first, &entry.call)));
         if let Some((peer, other)) = other.filter(|(_, other)| !other.agrees_with(&call)) {
             let difference = call.differing(rank, other, members[peer]);
-            let message = format!("{} differs: {difference}", state.name(channel, number));
+            let hint = if call.same_name(other) { String::new() } else { format!("; {HINT}") };
+            let message = format!("{} differs: {difference}{hint}", state.name(channel, number));
             return Err(fail(world, &mut state, rank, Cause::Diverged, message));
         }
         let absent =
@@ -170,12 +210,19 @@ impl Ticket {
         // On a device the departure is two: one tells the end of each rank's stream, which the other ranks wait for.
         let remaining = call.op.rendezvous() + usize::from(call.device.is_some());
         let arrivals = &mut state.channels[channel];
-        arrivals.arrived[index] = Some(Arrival { number, call, payload });
+        arrivals.arrived[index] = Some(Arrival { number, call, payload, at_rest: None });
         let completed = arrivals.completed;
         if arrivals.arrived.iter().all(Option::is_some) {
-            arrivals.meeting = Some(arrivals.arrived.iter_mut().filter_map(Option::take).collect());
-            arrivals.completed += 1;
-            changed.notify_all();
+            state.assemble(channel);
+        } else {
+            let at_rest = own.as_ref().is_some_and(|activity| activity.stop_in_silence());
+            if let Some(arrival) = &mut state.channels[channel].arrived[index] {
+                arrival.at_rest = own;
+            }
+            state.ranks[rank].assembling.push(channel);
+            if at_rest {
+                world.comes_to_rest(&mut state, rank);
+            }
         }
         loop {
             // A meeting that came about is held, even if the world has failed since: the peers count on it.
@@ -184,7 +231,7 @@ impl Ticket {
             }
             if let Some(failure) = &state.failure {
                 let error = failure.error(rank);
-                state.channels[channel].arrived[index] = None;
+                state.withdraw(channel, index);
                 return Err(error);
             }
             // Peers may have come between the deadline and this thread's having the lock again.
@@ -298,9 +345,8 @@ impl Meeting {
             changed.wait(&mut state);
         }
         if departing {
-            state.channels[*channel].left[*index] += 1;
+            state.channels[*channel].leave(*index);
             state.leave(*channel, *index);
-            changed.notify_all();
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::LocalComm;
@@ -11,6 +11,7 @@ use super::rendezvous::{Arrival, Endpoint};
 use crate::comm::call::{Call, Op};
 use crate::comm::traffic::Traffic;
 use crate::comm::{CommCounter, CommError, Tag};
+use crate::device::Activity;
 use crate::sync::{Condvar, Mutex};
 
 /// Settings of a [`LocalWorld`].
@@ -63,6 +64,8 @@ pub struct LocalWorld {
     pub(super) size: usize,
     pub(super) options: LocalOptions,
     pub(super) state: Mutex<State>,
+    /// The threads of each rank, where they are known.
+    pub(super) activities: Vec<OnceLock<Arc<Activity>>>,
     traffic: Vec<Traffic>,
 }
 
@@ -90,6 +93,8 @@ pub(super) struct Channel {
     pub(super) completed: u64,
     /// Collectives that each rank has left.
     pub(super) left: Vec<u64>,
+    /// Threads that wait for an earlier collective of the same rank.
+    pub(super) behind: Vec<Behind>,
     last_seen: Vec<Option<Seen>>,
     /// Collectives of devices, oldest first.
     pub(super) entries: VecDeque<Entry>,
@@ -97,6 +102,13 @@ pub(super) struct Channel {
     children: Vec<Children>,
     /// How many of them each rank has asked for.
     asked: Vec<usize>,
+}
+
+/// A thread that waits until the member `index` has left `number` collectives, and is not counted meanwhile.
+pub(super) struct Behind {
+    pub(super) index: usize,
+    pub(super) number: u64,
+    pub(super) activity: Arc<Activity>,
 }
 
 /// The channels that one call of `duplicate` or `split`, made by all ranks, gives.
@@ -119,6 +131,7 @@ impl Channel {
             present: 0,
             completed: 0,
             left: vec![0; size],
+            behind: Vec::new(),
             last_seen: vec![None; size],
             entries: VecDeque::new(),
             children: Vec::new(),
@@ -132,6 +145,16 @@ impl Channel {
         ranks.filter(|(_, arrival)| arrival.is_some() == arrived).map(|(rank, _)| *rank).collect()
     }
 
+    /// The member `index` has left one more collective.
+    pub(super) fn leave(&mut self, index: usize) {
+        self.left[index] += 1;
+        let left = self.left[index];
+        for behind in self.behind.extract_if(.., |behind| behind.index == index && behind.number <= left) {
+            behind.activity.start();
+        }
+        self.changed.notify_all();
+    }
+
     /// The index of a world rank, if it is a member.
     fn index(&self, rank: usize) -> Option<usize> {
         self.members.iter().position(|member| *member == rank)
@@ -142,6 +165,12 @@ impl Channel {
 pub(super) struct RankState {
     /// It has returned, well or not: it arrives nowhere any more.
     pub(super) ended: bool,
+    /// Its own code is over: it calls nothing any more.
+    pub(super) returned: bool,
+    /// Its threads, if they are known.
+    pub(super) activity: Option<Arc<Activity>>,
+    /// Channels on which it has arrived in a collective that others are missing in.
+    pub(super) assembling: Vec<usize>,
     /// Its communicator was handed out.
     taken: bool,
     /// Its last collectives, oldest first.
@@ -203,6 +232,29 @@ impl State {
             ring.pop_front();
         }
         ring.push_back(seen);
+    }
+
+    /// All ranks have arrived on a channel: its collective comes about, and who waited for that goes on.
+    pub(super) fn assemble(&mut self, channel: usize) {
+        let Channel { members, arrived, meeting, completed, changed, .. } = &mut self.channels[channel];
+        for (member, arrival) in members.iter().zip(arrived.iter_mut()) {
+            self.ranks[*member].assembling.retain(|assembling| *assembling != channel);
+            if let Some(activity) = arrival.as_mut().and_then(|arrival| arrival.at_rest.take()) {
+                activity.start();
+            }
+        }
+        *meeting = Some(arrived.iter_mut().filter_map(Option::take).collect());
+        *completed += 1;
+        changed.notify_all();
+    }
+
+    /// Takes back the arrival of the member `index`.
+    pub(super) fn withdraw(&mut self, channel: usize, index: usize) {
+        let Channel { members, arrived, .. } = &mut self.channels[channel];
+        self.ranks[members[index]].assembling.retain(|assembling| *assembling != channel);
+        if let Some(activity) = arrived[index].take().and_then(|arrival| arrival.at_rest) {
+            activity.start();
+        }
     }
 
     /// Notes that the member `index` has left its present collective of a channel.
@@ -331,8 +383,35 @@ impl LocalWorld {
                 channels: vec![Channel::new("world".to_owned(), (0..size).collect())],
                 ranks: (0..size).map(|_| RankState::default()).collect(),
             }),
+            activities: (0..size).map(|_| OnceLock::new()).collect(),
             traffic: (0..size).map(|_| Traffic::default()).collect(),
         })
+    }
+
+    /// The present thread is the own one of `rank`: the rank's collectives are called by it, and run in it and on the
+    /// streams that it makes. So waits of this rank that cannot end become known, until other threads call collectives
+    /// for it.
+    pub fn begin(self: &Arc<Self>, rank: usize) {
+        let world = Arc::downgrade(self);
+        let activity = Activity::new(move || {
+            if let Some(world) = world.upgrade() {
+                world.comes_to_rest(&mut world.state.lock(), rank);
+            }
+        });
+        activity.start();
+        activity.enter();
+        if self.activities[rank].set(activity.clone()).is_ok() {
+            self.state.lock().ranks[rank].activity = Some(activity);
+        }
+    }
+
+    /// The code of `rank` is over, without an error; what is under way on its streams may still go on. To be called in the
+    /// thread that began, before [`LocalWorld::finish`].
+    pub fn returns(&self, rank: usize) {
+        self.state.lock().ranks[rank].returned = true;
+        if let Some(activity) = self.activities[rank].get().filter(|activity| activity.is_current()) {
+            activity.stop();
+        }
     }
 
     /// The communicator of one rank, on the channel `world`. There is one a rank; others are duplicates of
