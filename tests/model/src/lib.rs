@@ -38,6 +38,7 @@ mod pipeline;
 
 mod check;
 
+pub mod knots;
 pub mod pipelines;
 pub mod rendezvous;
 pub mod streams;

@@ -1,5 +1,6 @@
 //! How ranks meet.
 
+use fsdp_model_check::knots::*;
 use fsdp_model_check::rendezvous::*;
 
 #[test]
@@ -50,4 +51,29 @@ fn time_outs_end_two_ranks() {
 #[test]
 fn time_outs_end_three_ranks() {
     time_outs_end_all_ranks(3, 2000);
+}
+
+#[test]
+fn two_ranks_in_a_circle_fail() {
+    ranks_in_a_circle_fail(2, 4000);
+}
+
+#[test]
+fn three_ranks_in_a_circle_fail() {
+    ranks_in_a_circle_fail(3, 2000);
+}
+
+#[test]
+fn groups_that_wait_around_fail() {
+    groups_in_a_circle_fail(2000);
+}
+
+#[test]
+fn a_knot_of_two_ranks_ends_the_third() {
+    a_knot_of_two_ends_the_third(2000);
+}
+
+#[test]
+fn long_waits_end_well() {
+    long_waits_end(2000);
 }
