@@ -174,7 +174,7 @@ fn a_panic_on_one_rank_is_an_error_on_the_others() {
 #[test]
 fn an_error_on_one_rank_is_an_error_on_the_others() {
     let (texts, outcome) = explode("error", Duration::from_secs(10));
-    let expected = "rank 1 failed: rank 1, unit `blocks.1`, forward, step 3: bang";
+    let expected = "rank 1 failed: unit `blocks.1`, forward, step 3: bang";
     assert!(outcome.starts_with(expected), "{outcome}");
     for rank in [0, 2] {
         let text = texts[rank].as_ref().unwrap();

@@ -62,6 +62,12 @@ pub enum CommError {
     },
 }
 
+/// The text of an error that names `rank` at its start, for a message that has named it already.
+pub(crate) fn without_rank(rank: usize, text: &str) -> &str {
+    let rest = text.strip_prefix("rank ").and_then(|text| text.strip_prefix(&rank.to_string()));
+    rest.and_then(|text| text.strip_prefix(": ").or_else(|| text.strip_prefix(", "))).unwrap_or(text)
+}
+
 /// The text a panic was raised with.
 pub(crate) fn panic_text(payload: &(dyn Any + Send)) -> String {
     if let Some(text) = payload.downcast_ref::<&str>() {

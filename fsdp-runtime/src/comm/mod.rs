@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 pub use device_mesh::DeviceMesh;
 pub use error::CommError;
-pub(crate) use error::panic_text;
+pub(crate) use error::{panic_text, without_rank};
 pub use ledger::Control;
 
 use crate::device::{Memory, Slice, Stream};
@@ -144,7 +144,10 @@ impl std::fmt::Display for Registration {
 /// its place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
 /// a part is in place. Every rank of the group must make the same calls in the same order with the same tags
 /// and sizes; if one does not, panics, returns early or is late beyond the time-out, every rank gets a
-/// [`CommError`] that says which.
+/// [`CommError`] that says which. Ranks that are threads get one at once when they wait for each other, or for one that
+/// has returned. That is known of ranks whose own threads, those of [`launch`](crate::launch), call their collectives, on
+/// streams that they have made themselves. Should other threads call some for a rank, let them have communicators that
+/// only they use.
 pub trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;

@@ -16,7 +16,7 @@ use super::tokens::TokenCount;
 use super::turns::Turns;
 use super::unit::Casts;
 use crate::buffer::GroupBuffers;
-use crate::comm::{CommError, Communicator, Phase, Tag};
+use crate::comm::{CommError, Communicator, Phase, Tag, without_rank};
 use crate::device::Backend;
 use crate::error::{Error, Result};
 use crate::files::FileLocks;
@@ -266,7 +266,8 @@ impl Engine {
     pub(crate) fn unit_error(&self, unit: usize, phase: Phase, message: impl Into<String>) -> Error {
         let step = self.state.lock().step;
         let (rank, unit) = (self.comm.rank(), self.unit_name(unit).to_string());
-        Error::Unit { rank, unit, phase, step, message: message.into() }
+        let message = without_rank(rank, &message.into()).to_owned();
+        Error::Unit { rank, unit, phase, step, message }
     }
 
     /// Which pass is under way: recomputation is part of the backward.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::MAX_RANKS;
-use crate::comm::CommError;
+use crate::comm::{CommError, without_rank};
 
 /// How the run of one rank ended, if not well.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,13 +25,23 @@ pub struct RankFailure {
     pub end: RankEnd,
 }
 
+impl RankFailure {
+    /// What became of it, behind its name.
+    fn end(&self) -> String {
+        match &self.end {
+            RankEnd::Panicked(text) => format!("panicked: {text}"),
+            RankEnd::Failed(text) => format!("failed: {}", without_rank(self.rank, text)),
+            RankEnd::Returned(text) => format!("returned: {}", without_rank(self.rank, text)),
+        }
+    }
+}
+
 impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.end {
-            RankEnd::Panicked(text) => write!(f, "rank {} panicked: {text}", self.rank),
-            RankEnd::Failed(text) => write!(f, "rank {} failed: {text}", self.rank),
             // The text names the rank.
             RankEnd::Returned(text) => f.write_str(text),
+            _ => write!(f, "rank {} {}", self.rank, self.end()),
         }
     }
 }
@@ -74,13 +84,32 @@ pub enum LaunchError {
     },
 }
 
+/// The first failure, and then each other one once, with the ranks that it is of.
 fn describe(first: &RankFailure, others: &[RankFailure]) -> String {
+    let mut ends: Vec<(String, Vec<usize>)> = Vec::new();
+    for other in others {
+        let end = other.end();
+        match ends.iter_mut().find(|(known, _)| *known == end) {
+            Some((_, ranks)) => ranks.push(other.rank),
+            None => ends.push((end, vec![other.rank])),
+        }
+    }
     let mut text = first.to_string();
-    for (i, other) in others.iter().enumerate() {
+    let own = first.end();
+    if let Some(same) = ends.iter().position(|(end, _)| *end == own) {
+        text += &format!("\nthe same on {}", named(&ends.remove(same).1));
+    }
+    for (i, (end, ranks)) in ends.iter().enumerate() {
         text += if i == 0 { "\nafter that:\n  " } else { "\n  " };
-        text += &other.to_string();
+        text += &format!("{} {end}", named(ranks));
     }
     text
+}
+
+/// `rank 1`, or `ranks 0, 2`.
+fn named(ranks: &[usize]) -> String {
+    let all = ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if ranks.len() == 1 { format!("rank {all}") } else { format!("ranks {all}") }
 }
 
 /// All values, or the failures with the root cause first.
@@ -121,5 +150,21 @@ mod tests {
             vec![failed("follower"), Err(RankEnd::Panicked("boom".into())), Ok(())];
         let error = collect(ends, Some((1, "..".into()))).unwrap_err();
         assert_eq!(error.to_string(), "rank 1 panicked: boom\nafter that:\n  rank 0 failed: follower");
+    }
+
+    #[test]
+    fn what_several_ranks_say_is_said_once() {
+        let failed = |text: &str| Err(RankEnd::Failed(text.to_owned()));
+        let ends: Vec<Result<(), _>> = vec![
+            failed("rank 0: they differ"),
+            failed("rank 1, unit `a`: they differ"),
+            failed("rank 2: they differ"),
+            failed("rank 3: they differ"),
+            failed("rank 2 has left"),
+            failed("rank 5, unit `a`: they differ"),
+        ];
+        let text = "rank 2 failed: they differ\nthe same on ranks 0, 3\nafter that:\n  ranks 1, 5 failed: unit `a`: \
+                    they differ\n  rank 4 failed: rank 2 has left";
+        assert_eq!(collect(ends, Some((2, "..".into()))).unwrap_err().to_string(), text);
     }
 }

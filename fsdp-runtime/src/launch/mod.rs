@@ -322,7 +322,7 @@ mod tests {
         let error = local(4, |world| world.mesh(&[("dp_outer", 3), ("dp_shard", 2)]).map(drop)).unwrap_err();
         let message = "mesh dp_outer=3 x dp_shard=2 needs 6 ranks, the world has 4";
         assert!(error.to_string().starts_with("rank "), "{error}");
-        assert_eq!(error.to_string().matches(message).count(), 4, "{error}");
+        assert_eq!(error.to_string().matches(message).count(), 1, "{error}");
     }
 
     #[test]

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::{RankEnd, World};
 use crate::comm::local::LocalWorld;
-use crate::comm::panic_text;
 use crate::comm::tcp::TcpComm;
+use crate::comm::{panic_text, without_rank};
 use crate::device::cpu::WorkerScope;
 use crate::sync::thread::ScopedJoinHandle;
 
@@ -86,7 +86,7 @@ where
             return Ok(value);
         }
         Ok(Err(text)) => {
-            ends.fail(rank, &format!("failed: {text}"));
+            ends.fail(rank, &format!("failed: {}", without_rank(rank, &text)));
             RankEnd::Failed(text)
         }
         Err(payload) => {

@@ -63,7 +63,7 @@ fn ranks_in_different_units_are_both_named() {
     all_same(
         &errors,
         "collective #2 of channel `gather` differs: rank 0 is in all-gather of unit `A` (forward, step 3, 32 B), \
-         rank 1 in all-gather of unit `B` (forward, step 3, 32 B)",
+         rank 1 in all-gather of unit `B` (forward, step 3, 32 B); was something called on one rank only?",
     );
     let LaunchError::Ranks { others, .. } = &launch else { panic!("{launch}") };
     assert_eq!(others.len(), 1);
@@ -83,7 +83,7 @@ fn ranks_in_different_operations_are_both_named() {
     all_same(
         &errors,
         "collective #1 of channel `world` differs: rank 0 is in host-barrier of `A` (forward, step 0, 0 B), rank 1 in \
-         broadcast from rank 1 of unit `A` (forward, step 0, 8 B)",
+         broadcast from rank 1 of unit `A` (forward, step 0, 8 B); was something called on one rank only?",
     );
 }
 
@@ -165,7 +165,8 @@ fn every_disagreement_of_a_reduction_is_found() {
     let message = differing_reduce(|_, parts| drop(parts.pop()));
     assert!(message.ends_with(": 2 parts on rank 0, 1 on rank 1"), "{message}");
     let message = differing_reduce(|tag, _| tag.phase = Phase::Backward);
-    assert!(message.ends_with("rank 1 in reduce-scatter of unit `u` (backward, step 0, 64 B)"), "{message}");
+    let end = "rank 1 in reduce-scatter of unit `u` (backward, step 0, 64 B); was something called on one rank only?";
+    assert!(message.ends_with(end), "{message}");
 }
 
 #[test]
@@ -174,7 +175,7 @@ fn ranks_in_different_steps_are_told_apart() {
     all_same(
         &errors,
         "collective #1 of channel `world` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank 1 in \
-         host-barrier of `u` (forward, step 1, 0 B)",
+         host-barrier of `u` (forward, step 1, 0 B); was something called on one rank only?",
     );
 }
 
@@ -187,7 +188,7 @@ fn host_reductions_must_agree() {
     all_same(
         &errors,
         "collective #1 of channel `world` differs: rank 0 is in host-reduce (sum) of `norm` (forward, step 0, 8 B), \
-         rank 1 in host-reduce (max) of `norm` (forward, step 0, 8 B)",
+         rank 1 in host-reduce (max) of `norm` (forward, step 0, 8 B); was something called on one rank only?",
     );
 }
 
@@ -229,7 +230,7 @@ fn a_panic_fails_the_waiters_at_once() {
     assert!(
         launch
             .to_string()
-            .starts_with("rank 1 panicked: boom\nafter that:\n  rank 0 failed: rank 0: rank 1 ")
+            .starts_with("rank 1 panicked: boom\nafter that:\n  ranks 0, 2 failed: rank 1 panicked: boom (")
     );
 }
 
@@ -245,7 +246,7 @@ fn an_error_of_one_rank_fails_the_others() {
     let LaunchError::Ranks { first, others } = &launch else { panic!("{launch}") };
     assert_eq!(first.to_string(), "rank 2 failed: out of memory");
     let expected = |rank| {
-        format!("rank {rank} failed: rank {rank}: rank 2 failed: out of memory (seen in no collective yet)")
+        format!("rank {rank} failed: rank 2 failed: out of memory (seen in no collective yet)")
     };
     assert_eq!(others.iter().map(ToString::to_string).collect::<Vec<_>>(), [0, 1, 3].map(expected));
 }
@@ -307,9 +308,9 @@ fn a_failed_rank_with_pending_collectives_does_not_wait_for_them() {
         world.communicator().host_barrier(tag("u", 0))
     });
     let error = errors[0].as_ref().unwrap();
-    assert!(error.starts_with("rank 0: rank 1 failed: rank 1: no ("), "{error}");
+    assert!(error.starts_with("rank 0: rank 1 failed: no ("), "{error}");
     let LaunchError::Ranks { first, .. } = &launch else { panic!("{launch}") };
-    assert_eq!(first.to_string(), "rank 1 failed: rank 1: no");
+    assert_eq!(first.to_string(), "rank 1 failed: no");
 }
 
 #[test]
@@ -440,4 +441,86 @@ fn states_that_were_noted_must_agree_on_what_was_made_of_a_communicator() {
         "collective #2 of channel `model/gather` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank \
          1 in host-barrier of `u` (forward, step 0, 0 B): rank 0 is in step 4; rank 1 is in step 5",
     );
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_in_different_channels_fail_at_once() {
+    let (errors, launch) = fails(3, |world| {
+        let comm = world.communicator();
+        let (gathers, norms) = (comm.duplicate("gather"), comm.duplicate("norm"));
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        if world.rank() == 1 {
+            norms.host_reduce(tag("norm", 2), HostOp::Sum, &mut [0.0])
+        } else {
+            // The others meet first, so that all is to be told in one way.
+            comm.split("others", &[0, 2])?.host_barrier(tag("others", 2))?;
+            gather(&*gathers, &*stream, tag("", 3), 4)?;
+            stream.record().synchronize()
+        }
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        let error = error.as_ref().unwrap();
+        let start = format!("rank {rank}: the ranks wait for each other: ");
+        assert!(error.starts_with(&start), "{error}");
+        for part in [
+            " in all-gather of unit `(root)` (forward, step 3, 48 B) for rank",
+            "rank 1 waits in host-reduce (sum) of `norm` (forward, step 2, 8 B) for ranks [0, 2]; ",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(error.ends_with("; was something called on one rank only?"), "{error}");
+        assert!(error.len() < 300, "{error}");
+    }
+    // Once.
+    assert_eq!(launch.to_string().matches("norm").count(), 1, "{launch}");
+}
+
+#[test]
+fn a_rank_that_has_returned_is_missed_at_once_by_one_that_waits_for_another() {
+    // Rank 0 waits for rank 2, which waits elsewhere for rank 1, which has returned with a collective under way.
+    let (errors, launch) = fails(3, |world| {
+        let comm = world.communicator();
+        let [a, b, c] = ["a", "b", "c"].map(|name| comm.duplicate(name));
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        match world.rank() {
+            0 => a.host_barrier(tag("a", 0)),
+            1 => gather(&*c, &*stream, tag("c", 0), 4),
+            _ => {
+                gather(&*b, &*stream, tag("b", 0), 4)?;
+                stream.record().synchronize()
+            }
+        }
+    });
+    for rank in [0, 2] {
+        let error = errors[rank].as_ref().unwrap();
+        let early = "rank 1 returned early (last seen in all-gather of unit `c` (forward, step 0, 48 B)), but rank ";
+        assert!(error.starts_with(&format!("rank {rank}: {early}")), "{error}");
+    }
+    assert!(launch.to_string().starts_with("rank 1 returned early ("), "{launch}");
+}
+
+#[test]
+fn threads_of_the_users_own_may_end_what_looks_like_a_knot() {
+    let sums = local(2, |world| {
+        let (comm, rank) = (world.communicator(), world.rank());
+        let channels = [comm.duplicate("a"), comm.duplicate("b")];
+        let reduce = |channel: usize| {
+            let mut value = [1.0 + rank as f64];
+            channels[channel].host_reduce(tag("u", 0), HostOp::Sum, &mut value).map(|()| value[0])
+        };
+        let (called, calls) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let other = scope.spawn(move || {
+                // Known before the rank's own thread waits.
+                comm.host_barrier(tag("other", 0))?;
+                drop(called);
+                reduce(1 - rank)
+            });
+            let _ = calls.recv();
+            // The own threads are in different collectives; the other ones come.
+            let own = reduce(rank)?;
+            Ok::<_, CommError>(own + other.join().unwrap()?)
+        })
+    });
+    assert_eq!(sums.unwrap(), [6.0, 6.0]);
 }

@@ -5,7 +5,7 @@ use fsdp::engine::Access;
 use fsdp::launch::World;
 use fsdp::prelude::*;
 
-use super::{Ends, Plan, Training, at_once, in_time};
+use super::{Ends, Plan, Training, at_once};
 use crate::fixtures::config;
 
 /// Rank 1 of 3 does `deviate` in place of its third step, the others the step.
@@ -24,7 +24,7 @@ fn instead_of_a_step(
     }
 }
 
-/// Only the time-out ends it if rank 1 does `deviate` on top of what all do.
+/// Rank 1 does `deviate` on top of what all do: it waits there for the others, and they for it in the next step.
 #[track_caller]
 fn on_top(deviate: impl Fn(&mut Training) -> fsdp::Result<()> + Send + Sync) -> Ends {
     let main = instead_of_a_step(Strategy::default(), |training| {
@@ -32,8 +32,11 @@ fn on_top(deviate: impl Fn(&mut Training) -> fsdp::Result<()> + Send + Sync) -> 
         deviate(training)?;
         training.optimize()
     });
-    in_time(3, main)
+    at_once(3, main).every_rank_says(&["the ranks wait for each other: ", HINT])
 }
+
+/// The end of an error of ranks that are in different collectives.
+const HINT: &str = "; was something called on one rank only?";
 
 #[test]
 fn a_step_left_out() {
@@ -44,7 +47,7 @@ fn a_step_left_out() {
 
 #[test]
 fn the_first_step_left_out() {
-    let ends = in_time(3, |world| {
+    let ends = at_once(3, |world| {
         let mut training = Training::of(super::layers(4).fully_shard(&world.data_parallel_mesh())?)?;
         training.microbatch(&Plan::default())?;
         if world.rank() != 1 {
@@ -52,8 +55,8 @@ fn the_first_step_left_out() {
         }
         training.go_on()
     });
-    // Whoever waited longest speaks: the others in the step, or rank 1 in the next forward.
-    ends.every_rank_says(&["step 0", "last seen", "host-gather of `optimizer`", "rank "]);
+    // The others are in the step, rank 1 in the next forward.
+    ends.every_rank_says(&["host-gather of `optimizer` (optimizer, step 0", "(forward, step 0", "rank 1 waits", HINT]);
 }
 
 #[test]
@@ -86,9 +89,9 @@ fn a_microbatch_left_out() {
 #[test]
 fn a_microbatch_left_out_where_weights_stay_whole() {
     // Rank 1 waits in the next gather of weights, the others in the reduction of a second microbatch.
-    let ends = in_time(3, |world| one_microbatch_fewer(world, Strategy::OptimGrads));
+    let ends = at_once(3, |world| one_microbatch_fewer(world, Strategy::OptimGrads));
     let parts =
-        ["all-gather of unit `layers.0` (forward, step 3", "reduce-scatter of unit `layers.", "rank "];
+        ["the ranks wait for each other", "all-gather of unit `layers.0` (forward, step 3", "reduce-scatter of unit `layers.", "rank "];
     ends.every_rank_says(&parts);
 }
 
@@ -158,7 +161,53 @@ fn evaluating_alone() {
         "(forward, step 2",
         "(backward, step 2",
         "rank 1",
+        HINT,
     ]);
+}
+
+/// `deviate` around a whole evaluation or step, where the weights stay whole or not: the ranks are in different
+/// collectives, of different channels or of one.
+#[test]
+fn a_step_or_an_evaluation_of_one_rank_is_told_at_once_and_shortly() {
+    for strategy in Strategy::ALL {
+        // Without shards an evaluation is a rank's own matter.
+        for evaluates in [true, false].into_iter().filter(|evaluates| !evaluates || strategy != Strategy::NoShard) {
+            let ends = at_once(2, |world| {
+                let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
+                if world.rank() == 0 {
+                    if evaluates {
+                        let _: Tensor = training.model.evaluate(&Plan::default())?;
+                    } else {
+                        training.step(&Plan::default())?;
+                    }
+                }
+                training.model.visit_weights(|_, _| Ok(()))?;
+                training.go_on()
+            });
+            for error in ends.errors.iter().flatten() {
+                assert!(error.len() < 420, "{} characters: {error}", error.len());
+                assert!(!error.contains("``"), "{error}");
+            }
+            assert!(ends.launch.len() < 520, "{}", ends.launch);
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_gathers_while_the_other_reduces_in_the_first_step() {
+    for strategy in [Strategy::Optim, Strategy::OptimGrads] {
+        let ends = at_once(2, |world| {
+            let model = super::layers(2).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut training = Training::of(model)?;
+            training.step(&Plan::order(if world.rank() == 0 { vec![0, 1] } else { vec![0] }))
+        });
+        ends.every_rank_says(&[
+            "the ranks wait for each other: ",
+            "rank 0 waits in all-gather of unit `layers.1` (forward, step 0, ",
+            "rank 1 waits in reduce-scatter of unit `layers.0` (backward, step 0, ",
+            HINT,
+        ]);
+    }
 }
 
 #[test]

@@ -48,7 +48,7 @@ fn an_error_in_the_backward_of_what_is_in_no_unit() {
         training.model.backward(&loss)?;
         training.go_on()
     });
-    ends.every_rank_says(&["rank 1, unit `(root)`, backward, step 2: bang"]);
+    ends.every_rank_says(&["rank 1", "unit `(root)`, backward, step 2: bang"]);
 }
 
 #[test]
