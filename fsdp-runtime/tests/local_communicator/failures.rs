@@ -245,9 +245,8 @@ fn an_error_of_one_rank_fails_the_others() {
     .unwrap_err();
     let LaunchError::Ranks { first, others } = &launch else { panic!("{launch}") };
     assert_eq!(first.to_string(), "rank 2 failed: out of memory");
-    let expected = |rank| {
-        format!("rank {rank} failed: rank 2 failed: out of memory (seen in no collective yet)")
-    };
+    let expected =
+        |rank| format!("rank {rank} failed: rank 2 failed: out of memory (seen in no collective yet)");
     assert_eq!(others.iter().map(ToString::to_string).collect::<Vec<_>>(), [0, 1, 3].map(expected));
 }
 
@@ -493,7 +492,8 @@ fn a_rank_that_has_returned_is_missed_at_once_by_one_that_waits_for_another() {
     });
     for rank in [0, 2] {
         let error = errors[rank].as_ref().unwrap();
-        let early = "rank 1 returned early (last seen in all-gather of unit `c` (forward, step 0, 48 B)), but rank ";
+        let early =
+            "rank 1 returned early (last seen in all-gather of unit `c` (forward, step 0, 48 B)), but rank ";
         assert!(error.starts_with(&format!("rank {rank}: {early}")), "{error}");
     }
     assert!(launch.to_string().starts_with("rank 1 returned early ("), "{launch}");

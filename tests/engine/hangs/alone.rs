@@ -56,7 +56,12 @@ fn the_first_step_left_out() {
         training.go_on()
     });
     // The others are in the step, rank 1 in the next forward.
-    ends.every_rank_says(&["host-gather of `optimizer` (optimizer, step 0", "(forward, step 0", "rank 1 waits", HINT]);
+    ends.every_rank_says(&[
+        "host-gather of `optimizer` (optimizer, step 0",
+        "(forward, step 0",
+        "rank 1 waits",
+        HINT,
+    ]);
 }
 
 #[test]
@@ -90,8 +95,12 @@ fn a_microbatch_left_out() {
 fn a_microbatch_left_out_where_weights_stay_whole() {
     // Rank 1 waits in the next gather of weights, the others in the reduction of a second microbatch.
     let ends = at_once(3, |world| one_microbatch_fewer(world, Strategy::OptimGrads));
-    let parts =
-        ["the ranks wait for each other", "all-gather of unit `layers.0` (forward, step 3", "reduce-scatter of unit `layers.", "rank "];
+    let parts = [
+        "the ranks wait for each other",
+        "all-gather of unit `layers.0` (forward, step 3",
+        "reduce-scatter of unit `layers.",
+        "rank ",
+    ];
     ends.every_rank_says(&parts);
 }
 
@@ -171,7 +180,9 @@ fn evaluating_alone() {
 fn a_step_or_an_evaluation_of_one_rank_is_told_at_once_and_shortly() {
     for strategy in Strategy::ALL {
         // Without shards an evaluation is a rank's own matter.
-        for evaluates in [true, false].into_iter().filter(|evaluates| !evaluates || strategy != Strategy::NoShard) {
+        for evaluates in
+            [true, false].into_iter().filter(|evaluates| !evaluates || strategy != Strategy::NoShard)
+        {
             let ends = at_once(2, |world| {
                 let mut training = Training::begun(&world.data_parallel_mesh(), &config(strategy))?;
                 if world.rank() == 0 {

@@ -60,7 +60,8 @@ impl State {
     /// Words for a knot that `rank` has closed, who is to blame, and how.
     fn describe(&self, rank: usize, stuck: &[bool]) -> (usize, Cause, String) {
         let all = (0..stuck.len()).filter(|rank| stuck[*rank]);
-        let waits = all.flat_map(|rank| self.ranks[rank].assembling.iter().map(move |channel| (rank, *channel)));
+        let waits =
+            all.flat_map(|rank| self.ranks[rank].assembling.iter().map(move |channel| (rank, *channel)));
         let gone = waits.clone().find_map(|(waiter, channel)| {
             let gone = self.absent(channel).find(|rank| self.ranks[*rank].returned)?;
             let index = self.channels[channel].members.iter().position(|member| *member == waiter)?;
@@ -74,7 +75,8 @@ impl State {
         let circle = circles.filter(|circle| !circle.is_empty()).min_by_key(Vec::len).unwrap_or_default();
         let mut text = "the ranks wait for each other: ".to_owned();
         for channel in circle.iter().take(SHOWN) {
-            let (arrived, absent) = (self.channels[*channel].ranks(true), self.channels[*channel].ranks(false));
+            let (arrived, absent) =
+                (self.channels[*channel].ranks(true), self.channels[*channel].ranks(false));
             let call = self.channels[*channel].arrived.iter().flatten().next();
             let call = call.map(|arrival| arrival.call.to_string()).unwrap_or_default();
             let verb = if arrived.len() == 1 { "waits" } else { "wait" };

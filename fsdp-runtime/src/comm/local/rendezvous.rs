@@ -14,8 +14,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::shake::Place;
 use super::knot::HINT;
+use super::shake::Place;
 use super::world::{Behind, Cause, Channel, LocalWorld, State, returned_early};
 use crate::comm::CommError;
 use crate::comm::call::{Call, Op};
