@@ -171,7 +171,8 @@ pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::{
     Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
-    MixedPrecision, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors, Unit,
+    MixedPrecision, NonFinite, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors,
+    Unit,
 };
 pub use fsdp_runtime::{
     checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace,
@@ -192,8 +193,8 @@ pub mod prelude {
     pub use crate::optim::{AdamW, CosineSchedule, LossScaler, Muon, ParamGroup, Sgd};
     pub use crate::spec::{Dtype, OuterStrategy, ReshardAfterForward, Strategy};
     pub use crate::{
-        Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, Param,
-        Recompute, Scope, ShardedOptimizer, Unit,
+        Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, NonFinite,
+        Param, Recompute, Scope, ShardedOptimizer, Unit,
     };
 }
 

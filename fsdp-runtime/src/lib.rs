@@ -41,8 +41,8 @@ pub mod engine;
 pub mod checkpoint;
 
 pub use engine::{
-    Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, OwnerOptimizer, Param,
-    Recompute, Scope, ShardedOptimizer, Tensors, Unit,
+    Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, NonFinite,
+    OwnerOptimizer, Param, Recompute, Scope, ShardedOptimizer, Tensors, Unit,
 };
 pub use error::{Error, Result};
 pub use init::Init;

@@ -62,7 +62,8 @@ fn step<O: fsdp::optim::Optimizer, M: Forward>(
 ) -> fsdp::Result<()> {
     let loss: Tensor = model.forward(x)?;
     model.backward(&loss)?;
-    optimizer.step(model)
+    optimizer.step(model)?;
+    Ok(())
 }
 
 fn adam() -> AdamW {

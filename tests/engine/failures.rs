@@ -148,7 +148,8 @@ fn explode(bomb: &str, timeout: Duration) -> (Vec<Option<String>>, String) {
             let mut train = || -> fsdp::Result<()> {
                 let loss: Tensor = model.forward(&(full(3, 1.0), armed.clone()))?;
                 model.backward(&loss)?;
-                optimizer.step(&mut model)
+                optimizer.step(&mut model)?;
+                Ok(())
             };
             if let Err(error) = train() {
                 texts.lock().unwrap()[world.rank()] = Some(error.to_string());

@@ -188,7 +188,9 @@ impl Run<'_> {
             None if !norm.is_finite() => {
                 return Err(TrainError::GradNormNotFinite { step, loss, norm }.into());
             }
-            None => self.optimizer.step(model)?,
+            None => {
+                self.optimizer.step(model)?;
+            }
         }
         Ok((loss, norm))
     }

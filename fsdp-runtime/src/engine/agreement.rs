@@ -34,6 +34,7 @@ pub(crate) fn fingerprint(
         format!("double buffer {}, registration {:?}", config.double_buffer, config.registration),
         format!("{:?} recomputation", config.recompute),
         format!("seed {}", config.seed),
+        format!("gradients that are not finite: {:?}", config.non_finite),
         format!("check finite {}, strict gradients {}", config.check_finite, config.strict_gradients),
         format!("step in backward {}", config.step_in_backward),
     ];

@@ -1,4 +1,5 @@
-//! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0.
+//! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0, and a forward that
+//! is run again leaves them alone.
 
 use bytemuck::Pod;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Storage, Tensor};
@@ -96,10 +97,76 @@ pub(crate) fn overwrite_buffer(tensor: &Tensor, bytes: Vec<u8>) -> candle_core::
     }
     let values = Tensor::zeros(tensor.dims(), tensor.dtype(), &Device::Cpu)?;
     values.inplace_op1(&Overwrite(bytes))?;
-    if tensor.rank() == 0 {
-        return tensor.reshape(1)?.slice_set(&values.reshape(1)?.to_device(tensor.device())?, 0, 0);
+    assign(tensor, &values.to_device(tensor.device())?)
+}
+
+/// Gives a buffer on a device the values of another tensor there.
+fn assign(tensor: &Tensor, values: &Tensor) -> candle_core::Result<()> {
+    match tensor.rank() {
+        0 => tensor.reshape(1)?.slice_set(&values.reshape(1)?, 0, 0),
+        _ => tensor.slice_set(values, 0, 0),
     }
-    tensor.slice_set(&values.to_device(tensor.device())?, 0, 0)
+}
+
+/// What buffers have held at some time.
+pub(crate) struct BufferValues(Vec<(Tensor, Values)>);
+
+enum Values {
+    Host(Vec<u8>),
+    Device(Tensor),
+}
+
+impl BufferValues {
+    /// What they hold now.
+    ///
+    /// # Errors
+    /// If a buffer is of a dtype that has no whole bytes, and those of candle.
+    pub(crate) fn of(buffers: &[Tensor]) -> candle_core::Result<Self> {
+        let values = |tensor: &Tensor| {
+            let on_host = tensor.device().is_cpu();
+            let values = if on_host { Values::Host(read(tensor)?) } else { Values::Device(tensor.copy()?) };
+            Ok((tensor.clone(), values))
+        };
+        Ok(BufferValues(buffers.iter().map(values).collect::<candle_core::Result<_>>()?))
+    }
+
+    /// Those alone that hold something else now; on a device, where the host would have to wait for an answer, all.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub(crate) fn of_changed(mut self) -> candle_core::Result<Self> {
+        let mut changed = Vec::new();
+        for (tensor, values) in self.0.drain(..) {
+            if differs(&tensor, &values)? {
+                changed.push((tensor, values));
+            }
+        }
+        Ok(BufferValues(changed))
+    }
+
+    /// Gives them back, in place, to the buffers that hold something else.
+    ///
+    /// # Errors
+    /// Those of candle.
+    pub(crate) fn restore(&self) -> candle_core::Result<()> {
+        for (tensor, values) in &self.0 {
+            // What is the same already may be in use by others.
+            if differs(tensor, values)? {
+                match values {
+                    Values::Host(bytes) => overwrite_buffer(tensor, bytes.clone())?,
+                    Values::Device(values) => assign(tensor, values)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn differs(tensor: &Tensor, values: &Values) -> candle_core::Result<bool> {
+    match values {
+        Values::Host(bytes) => Ok(read(tensor)? != *bytes),
+        Values::Device(_) => Ok(true),
+    }
 }
 
 /// `$body` with `$values` as the elements of a [`CpuStorage`].
@@ -131,6 +198,9 @@ fn indices(layout: &Layout) -> Vec<usize> {
 /// The elements in row-major order, whatever the strides.
 fn read(tensor: &Tensor) -> candle_core::Result<Vec<u8>> {
     fn gather<T: Pod>(values: &[T], layout: &Layout) -> Vec<u8> {
+        if let Some((start, end)) = layout.contiguous_offsets() {
+            return bytemuck::cast_slice(&values[start..end]).to_vec();
+        }
         let elements: Vec<T> = indices(layout).into_iter().map(|index| values[index]).collect();
         bytemuck::cast_slice(&elements).to_vec()
     }
@@ -152,6 +222,9 @@ impl InplaceOp1 for Overwrite {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         fn scatter<T: Pod>(values: &mut [T], layout: &Layout, bytes: &[u8]) {
+            if let Some((start, end)) = layout.contiguous_offsets() {
+                return bytemuck::cast_slice_mut(&mut values[start..end]).copy_from_slice(bytes);
+            }
             let elements = bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned);
             indices(layout).into_iter().zip(elements).for_each(|(index, element)| values[index] = element);
         }

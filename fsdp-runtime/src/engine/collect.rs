@@ -32,6 +32,8 @@ pub(crate) struct Collected<'a> {
     pub specs: Vec<ParamSpec>,
     /// Initial value of each physical parameter: that of its first use.
     pub inits: Vec<Init>,
+    /// By unit: the buffers in it and in the units in it. The root, which is never run again, has none here.
+    pub buffers: Vec<Vec<Tensor>>,
     /// Paths of enums, and the variants they are.
     pub variants: Vec<(String, &'static str)>,
 }
@@ -51,6 +53,7 @@ struct Collector<'a> {
     open: Vec<usize>,
     found: Vec<Found<'a>>,
     buffers: Vec<String>,
+    buffers_of_units: Vec<Vec<Tensor>>,
     variants: Vec<(String, &'static str)>,
 }
 
@@ -70,6 +73,7 @@ impl<'a> Visitor<'a> for Collector<'a> {
 
     fn enter_unit(&mut self, path: &str, cell: &'a UnitCell) {
         self.open.push(self.units.len());
+        self.buffers_of_units.push(Vec::new());
         self.units.push(UnitSpec { path: path.into() });
         self.cells.push(cell);
     }
@@ -78,8 +82,11 @@ impl<'a> Visitor<'a> for Collector<'a> {
         self.open.pop();
     }
 
-    fn buffer(&mut self, name: &str, _: &'a Tensor) {
+    fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
         self.buffers.push(name.into());
+        for &unit in &self.open {
+            self.buffers_of_units[unit].push(tensor.clone());
+        }
     }
 
     fn variant(&mut self, path: &str, name: &'static str) {
@@ -165,10 +172,11 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         open: Vec::new(),
         found: Vec::new(),
         buffers: Vec::new(),
+        buffers_of_units: vec![Vec::new()],
         variants: Vec::new(),
     };
     model.walk(&mut Walker::new(&mut collector));
-    let Collector { units, cells, found, buffers, variants, .. } = collector;
+    let Collector { units, cells, found, buffers, buffers_of_units, variants, .. } = collector;
     for (index, cell) in cells.iter().enumerate() {
         if let Some(first) = cells[..index].iter().position(|other| std::ptr::eq(*other, *cell)) {
             return Err(Error::Usage(format!(
@@ -274,7 +282,7 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         param: item.param,
         slot,
     });
-    Ok(Collected { units, cells, uses: uses.collect(), specs, inits, variants })
+    Ok(Collected { units, cells, uses: uses.collect(), specs, inits, buffers: buffers_of_units, variants })
 }
 
 /// Every parameter of `model`, one entry a name.

@@ -29,6 +29,21 @@ pub enum Recompute {
     Unit,
 }
 
+/// What is done with gradients that are infinite or NaN, on all ranks together: an optimizer step would write them into
+/// all weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NonFinite {
+    /// Clipping, and a step for which the norm of the gradients is known, are errors that name a parameter and a rank.
+    /// Nothing is changed, and [`reset_step`](super::Fsdp::reset_step) goes on. A step without clipping does not look at
+    /// the norm, unless [`FsdpConfig::check_finite`] is set.
+    #[default]
+    Error,
+    /// The optimizer's step is skipped, which it returns: weights, optimizer state and counts of steps stay, and the
+    /// gradients are forgotten. A step without clipping takes the norm of the gradients to look at it, which has the
+    /// ranks, and the device, wait for each other.
+    SkipStep,
+}
+
 /// Settings of [`fully_shard_with`](super::FullyShard::fully_shard_with). The same on all ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FsdpConfig {
@@ -62,8 +77,11 @@ pub struct FsdpConfig {
     pub bucket_size: Option<usize>,
     /// Seed of the initial weights.
     pub seed: u64,
-    /// Check every unit's output and name the first unit that produces a NaN or an infinity.
+    /// Check every unit's output and name the first unit that produces a NaN or an infinity; and the gradients of every
+    /// step, which is what [`FsdpConfig::non_finite`] then says of them.
     pub check_finite: bool,
+    /// What is done with gradients that are infinite or NaN.
+    pub non_finite: NonFinite,
     /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is
     /// only [reported](super::Fsdp::parameters_without_gradient).
     pub strict_gradients: bool,
@@ -96,6 +114,7 @@ impl Default for FsdpConfig {
             bucket_size: None,
             seed: 0,
             check_finite: false,
+            non_finite: NonFinite::default(),
             strict_gradients: false,
             poison: cfg!(debug_assertions),
             step_in_backward: false,

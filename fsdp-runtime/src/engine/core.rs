@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use super::backward_step::UnitStep;
-use super::config::FsdpConfig;
+use super::config::{FsdpConfig, NonFinite};
 use super::opened::DETACHED;
 use super::sink::GradSink;
 use super::tokens::TokenCount;
@@ -113,6 +113,10 @@ pub(crate) struct State {
     pub unscale: Option<f64>,
     /// Global norm of the main gradients as they are, if it is known.
     pub grad_norm: Option<f64>,
+    /// What the last clipping says of gradients that are not finite.
+    pub non_finite: Option<NonFinite>,
+    /// Those of the backwards since the last optimizer step, without their graphs.
+    pub losses: Vec<Tensor>,
     /// Steps units in the backward that is running, if it is to.
     pub unit_step: Option<UnitStep>,
     /// The backward that is running has come to a unit.
@@ -130,7 +134,7 @@ impl State {
 
     /// The gradients have changed or are gone: what was computed from them no longer holds.
     pub(crate) fn forget_factors(&mut self) {
-        (self.grad_scale, self.unscale, self.grad_norm) = (1.0, None, None);
+        (self.grad_scale, self.unscale, self.grad_norm, self.non_finite) = (1.0, None, None, None);
     }
 }
 
@@ -210,6 +214,8 @@ impl Engine {
             grad_scale: 1.0,
             unscale: None,
             grad_norm: None,
+            non_finite: None,
+            losses: Vec::new(),
             unit_step: None,
             reached: false,
             had_backward: false,
@@ -548,6 +554,7 @@ impl Engine {
         state.forget_factors();
         state.forwards = 0;
         state.had_backward = false;
+        state.losses.clear();
         state.expect_nothing();
         state.gather.expect_nothing();
         state.gather.reset()?;

@@ -11,11 +11,9 @@ use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::opened::Opened;
 use super::scope::Frame;
-use crate::comm::{HostOp, Phase};
-use crate::device::read_f32;
+use crate::comm::Phase;
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
-use crate::optim::{clip_scale, squared_norm};
 use crate::pipeline::{Moment, Prefetch, Sync};
 use crate::spec::{ParamSpec, Strategy};
 
@@ -147,6 +145,7 @@ impl<M> Fsdp<M> {
             enclosing: Vec::new(),
             track: training,
             training,
+            recomputing: false,
             random: engine.next_forward(),
             draws: Default::default(),
             borrowed: Default::default(),
@@ -200,6 +199,7 @@ impl<M> Fsdp<M> {
             }
         }
         engine.begin_backward(loss.track_op())?;
+        engine.state.lock().losses.push(loss.detach());
         let outcome = self.backward_locked(loss);
         if outcome.is_err() {
             // The error that counts is the first one.
@@ -275,73 +275,6 @@ impl<M> Fsdp<M> {
     /// Those of the reductions.
     pub fn finish_grad_sync(&self) -> Result<()> {
         self.engine.finish_grad_sync()
-    }
-
-    /// Scales the gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.
-    ///
-    /// Each element of each parameter counts once, tied ones too; each rank sums its own shard, whatever the
-    /// strategy, and the ranks' sums are added in rank order, so that all ranks get the same bits. The factor
-    /// `min(1, max_norm / (norm + 1e-6))` is applied by the optimizer's step.
-    ///
-    /// # Errors
-    /// If `max_norm` is not positive, and those of the reductions.
-    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
-        if max_norm.is_nan() || max_norm <= 0.0 {
-            return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
-        }
-        let norm = self.grad_norm()?;
-        let mut state = self.engine.state.lock();
-        state.grad_scale = (f64::from(clip_scale(norm, max_norm)) * state.unscale.unwrap_or(1.0)) as f32;
-        Ok(norm)
-    }
-
-    /// The global L2 norm of the gradients, of the unscaled ones after
-    /// [`LossScaler::unscale`](crate::optim::LossScaler::unscale). It is computed once a step.
-    ///
-    /// # Errors
-    /// Those of the reductions.
-    pub fn grad_norm(&self) -> Result<f64> {
-        let engine = &self.engine;
-        backward_step::refuse(engine, "clipping and norms")?;
-        engine.finish_grad_sync()?;
-        let (known, unscale) = {
-            let state = engine.state.lock();
-            (state.grad_norm, state.unscale.unwrap_or(1.0))
-        };
-        let norm = match known {
-            Some(norm) => norm,
-            None => self.main_grad_norm()?,
-        };
-        engine.state.lock().grad_norm = Some(norm);
-        Ok(norm * unscale)
-    }
-
-    /// The global norm of the main gradients as they are.
-    fn main_grad_norm(&self) -> Result<f64> {
-        let engine = &self.engine;
-        let mut shards = Vec::new();
-        // Outer ranks that share nothing have the same gradients: the first ones bring them, and all take part, so
-        // that no replica clips alone.
-        let cut_by_outer = engine.layout.buckets.iter().any(|bucket| bucket.outer > 1);
-        let counts = cut_by_outer || engine.outer_comm.rank() == 0;
-        for unit in 0..engine.units.len() {
-            if !counts || !engine.state.lock().reduce.has_gradient(unit) {
-                continue;
-            }
-            for &group in &engine.units[unit].groups {
-                let group = &engine.groups[group];
-                if let Some(grads) = &group.main_grad {
-                    shards.push(if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() });
-                }
-            }
-        }
-        let mut sum = [match engine.backend.kernels() {
-            Some(kernels) => kernels.squared_norm(&shards)?,
-            // SAFETY: all reductions are done, and only this thread uses main gradients now.
-            None => shards.iter().map(|shard| unsafe { read_f32(shard, squared_norm) }).sum(),
-        }];
-        engine.comm.host_reduce(engine.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
-        Ok(sum[0].sqrt())
     }
 
     /// Casts the main weights that the optimizer has changed into the model weights, and marks what was

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
 
-use super::config::GradientScaling;
+use super::config::{GradientScaling, NonFinite};
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::optimizer::{DueStep, ShardedOptimizer};
@@ -84,7 +84,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             let state = engine.state.lock();
             with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
             drop(state);
-            self.step(model)
+            self.step(model)?;
+            Ok(())
         });
         drop(steps);
         engine.note_event("after the capture of a step as a graph".into());
@@ -128,6 +129,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         }
         if config.check_finite {
             return refuse("`check_finite` has the host look at the outputs of units");
+        }
+        if config.non_finite == NonFinite::SkipStep {
+            return refuse("`NonFinite::SkipStep` has the host look at the norm of the gradients");
         }
         if config.trace {
             return refuse("`trace` takes the times of single kernels");

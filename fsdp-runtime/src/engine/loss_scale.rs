@@ -11,21 +11,21 @@ use crate::optim::{LossScaler, Optimizer, OwnerRule};
 
 /// An optimizer that [`LossScaler::step`] can step.
 pub trait Step {
-    /// Updates the model from its gradients and begins the next step.
+    /// Updates the model from its gradients and begins the next step. Returns whether the step was taken.
     ///
     /// # Errors
     /// Those of the optimizer.
-    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()>;
+    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool>;
 }
 
 impl<O: Optimizer> Step for ShardedOptimizer<O> {
-    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
+    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         ShardedOptimizer::step(self, model)
     }
 }
 
 impl<R: OwnerRule, O: Optimizer> Step for OwnerOptimizer<R, O> {
-    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
+    fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         OwnerOptimizer::step(self, model)
     }
 }

@@ -13,6 +13,7 @@ mod fsdp;
 mod full;
 mod full_params;
 mod fused;
+mod grad_norm;
 mod gradients;
 #[cfg(feature = "cuda")]
 mod graph;
@@ -37,7 +38,7 @@ mod unit;
 
 pub(crate) use self::core::Engine;
 pub(crate) use buffers::{buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
-pub use config::{FsdpConfig, GradientScaling, Recompute};
+pub use config::{FsdpConfig, GradientScaling, NonFinite, Recompute};
 pub use constant::{assert_fits, check_tp_field, check_tp_size};
 pub use ema::Ema;
 pub use forward::{Forward, Tensors};

@@ -63,7 +63,8 @@ pub trait Shaped: FsdpUnit {
 ///
 /// A buffer is a whole tensor on every rank, kept with the model and saved with it, but not trained. `fully_shard` gives
 /// all ranks the values of rank 0; after that each rank has its own, and a checkpoint holds those of rank 0. A forward
-/// updates one in place, as by [`Tensor::slice_set`]; so do `fully_shard` and restores. Every handle of the tensor sees
+/// updates one in place, as by [`Tensor::slice_set`]; so do `fully_shard` and restores. A forward that is recomputed finds
+/// them as they were, and leaves them alone. Every handle of the tensor sees
 /// that: ranks whose modules hold clones of one tensor share its values, and each rank must make its own.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be a buffer",

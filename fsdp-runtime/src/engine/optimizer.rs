@@ -206,26 +206,31 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// Units that had no backward since the last step keep their weights and state, and for them the step does
     /// not count. A parameter without gradient in a unit that had one has a zero gradient.
     ///
+    /// Returns whether the step was taken: with [`NonFinite::SkipStep`](super::NonFinite::SkipStep) one whose gradients are
+    /// not finite is skipped, on all ranks.
+    ///
     /// Every rank must call it.
     ///
     /// # Errors
-    /// If the optimizer was made by another model, if a setting is out of range or (in the first step) the
-    /// ranks' rules, their settings or parameter groups differ, and those of the reductions; with
+    /// If the optimizer was made by another model, if there was no backward since the last step, if gradients are known
+    /// not to be finite ([`NonFinite::Error`](super::NonFinite::Error)), if a setting is out of range or (in the first step)
+    /// the ranks' rules, their settings or parameter groups differ, and those of the reductions; with
     /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
-    pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
+    pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         let engine = model.engine().clone();
-        let due = self.begin(&engine, |lines| lines)?;
+        let Some(due) = self.begin(&engine, |lines| lines)? else { return Ok(false) };
         self.update(&engine, &due)?;
-        due.finish()
+        due.finish()?;
+        Ok(true)
     }
 
-    /// Checks that a step can be taken, waits for the gradients, and counts the step. `more` adds to what ranks
-    /// compare in the first step.
+    /// Checks that a step can be taken, waits for the gradients, and counts the step; `None` if it is to be skipped. `more`
+    /// adds to what ranks compare in the first step.
     pub(crate) fn begin(
         &mut self,
         engine: &Arc<Engine>,
         more: impl FnOnce(Vec<String>) -> Vec<String>,
-    ) -> Result<DueStep> {
+    ) -> Result<Option<DueStep>> {
         self.check(engine)?;
         backward_step::refuse(engine, "a step after it")?;
         engine.check_has_backward()?;
@@ -234,13 +239,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             self.agree(engine, more)?;
             engine.report_missing_gradients()?;
         }
+        if !engine.may_step()? {
+            return Ok(None);
+        }
         self.count_step();
         let span = engine.begin_span("optimizer", &"optimizer".into());
         let grad_scale = engine.state.lock().grad_scale;
         let due = DueStep::new(engine, StepInfo { step: self.steps, grad_scale }, span);
         self.count_units(&due);
         self.note(&due);
-        Ok(due)
+        Ok(Some(due))
     }
 
     /// Counts the step for the units that have gradients in it.
@@ -460,6 +468,7 @@ impl DueStep {
         state.tokens = Default::default();
         state.forwards = 0;
         state.had_backward = false;
+        state.losses.clear();
         state.forget_factors();
         state.step += 1;
         drop(state);

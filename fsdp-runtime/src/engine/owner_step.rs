@@ -188,7 +188,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
     ///
     /// # Errors
     /// Those of [`ShardedOptimizer::step`] and of the rule; after one of the rule, weights are partly changed.
-    pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<()> {
+    pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         let engine = model.engine().clone();
         self.rule.validate()?;
         let mut lines = Vec::new();
@@ -197,7 +197,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             lines.push(format!("owner rule {name}, learning rate {lr}"));
             lines.extend(self.owners().map(|(name, owner)| format!("`{name}` has the owner {owner:?}")));
         }
-        let due = self.rest.begin(&engine, |rest| [rest, lines].concat())?;
+        let Some(due) = self.rest.begin(&engine, |rest| [rest, lines].concat())? else { return Ok(false) };
         for bucket in &engine.groups {
             let items = bucket.layout.items.iter().copied();
             let owned: Vec<Item> = items.filter(|item| self.owners[item.param].is_some()).collect();
@@ -206,7 +206,8 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             }
         }
         self.rest.update(&engine, &due)?;
-        due.finish()
+        due.finish()?;
+        Ok(true)
     }
 
     fn step_bucket(

@@ -28,6 +28,8 @@ pub(crate) struct Frame {
     /// Build the autograd graph.
     pub track: bool,
     pub training: bool,
+    /// It, or one around it, is run again in a backward.
+    pub recomputing: bool,
     /// What random numbers depend on.
     pub random: RandomKey,
     /// Streams drawn from, and units called, so far.
@@ -51,6 +53,13 @@ impl Scope<'_> {
     /// True in training, false in evaluation.
     pub fn is_training(&self) -> bool {
         self.frame.training
+    }
+
+    /// True while a backward runs a forward again (see [`Recompute`](super::Recompute)), whose output is that of the first
+    /// time. What the model knows of needs no care: buffers keep what they hold, and random streams begin anew. A module
+    /// that counts or logs elsewhere asks here.
+    pub fn is_recomputing(&self) -> bool {
+        self.frame.recomputing
     }
 
     /// A stream of random numbers, another one at each call: the same when the forward is recomputed, and, for a

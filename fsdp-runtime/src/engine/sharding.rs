@@ -147,7 +147,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
-        if !cell.bind(&engine, index + 1)? {
+        if !cell.bind(&engine, index + 1, &collected.buffers[index + 1])? {
             let unit = engine.unit_name(index + 1).to_string();
             return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
         }

@@ -14,6 +14,7 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
+use super::buffers::BufferValues;
 use super::config::Recompute;
 use super::core::{Engine, WEIGHTS_CHANGED};
 use super::forward::{Forward, Tensors};
@@ -38,6 +39,8 @@ struct BoundUnit {
     engine: Arc<Engine>,
     unit: usize,
     recompute: Recompute,
+    /// What a recomputation must leave as it is: the buffers in the unit.
+    buffers: Arc<[Tensor]>,
     /// Makes the boundary op part of the graph even if the unit's input carries no gradient.
     anchor: Tensor,
 }
@@ -63,10 +66,11 @@ impl UnitCell {
     ///
     /// # Errors
     /// Those of the device.
-    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> Result<bool> {
+    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize, buffers: &[Tensor]) -> Result<bool> {
         let anchor = Var::zeros(1, DType::F32, engine.backend.tensors())?.into_inner();
         let recompute = self.recompute.unwrap_or(engine.config.recompute);
-        Ok(self.bound.set(BoundUnit { engine: engine.clone(), unit, recompute, anchor }).is_ok())
+        let (engine, buffers) = (engine.clone(), buffers.into());
+        Ok(self.bound.set(BoundUnit { engine, unit, recompute, buffers, anchor }).is_ok())
     }
 }
 
@@ -196,7 +200,9 @@ impl<T> Unit<T> {
             weights_version: bound.engine.weights_version(),
             enclosing,
             training: outer.training,
+            recomputing: outer.recomputing,
             random: outer.next_random(),
+            buffers: bound.buffers.clone(),
             _boundary: std::marker::PhantomData::<fn(I) -> O>,
         };
         let guard =
@@ -219,10 +225,12 @@ impl<T> Unit<T> {
                 (Saved::Graph(inner), value)
             }
             Recompute::Unit => {
+                let buffers = BufferValues::of(&run.buffers)?;
                 let (output, _) = run.forward(&I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
                 let (output, output_shapes) = output.pack()?;
                 let value = copy_out(&output)?;
-                (Saved::Inputs { input_shapes: shapes, output_shapes, shape: output.shape().clone() }, value)
+                let (shape, buffers) = (output.shape().clone(), buffers.of_changed()?);
+                (Saved::Inputs { input_shapes: shapes, output_shapes, shape, buffers }, value)
             }
         };
         let expectation = bound.engine.expect_backward(bound.unit);
@@ -278,7 +286,9 @@ struct Run<T, C, I, O> {
     weights_version: u64,
     enclosing: Vec<usize>,
     training: bool,
+    recomputing: bool,
     random: RandomKey,
+    buffers: Arc<[Tensor]>,
     _boundary: std::marker::PhantomData<fn(I) -> O>,
 }
 
@@ -293,7 +303,13 @@ struct Graph {
 
 enum Saved {
     Graph(Graph),
-    Inputs { input_shapes: Vec<Shape>, output_shapes: Vec<Shape>, shape: Shape },
+    Inputs {
+        input_shapes: Vec<Shape>,
+        output_shapes: Vec<Shape>,
+        shape: Shape,
+        /// What those buffers held before the forward that it has changed.
+        buffers: BufferValues,
+    },
 }
 
 impl<T, C, I, O> Run<T, C, I, O>
@@ -311,6 +327,7 @@ where
             enclosing: self.enclosing.clone(),
             track,
             training: self.training,
+            recomputing: self.recomputing,
             random: self.random,
             draws: Default::default(),
             borrowed: Default::default(),
@@ -333,6 +350,17 @@ where
         let (output, borrowed) = self.forward(&I::unpack(&leaf, shapes)?, true, name)?;
         let (output, output_shapes) = output.pack()?;
         Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
+    }
+
+    /// Runs the module again, on what it had the first time: the `buffers` that it has changed as they were before. What
+    /// it writes to buffers this time is dropped.
+    fn recompute(&mut self, packed: &Tensor, shapes: &[Shape], buffers: &BufferValues) -> Result<Graph> {
+        let present = BufferValues::of(&self.buffers)?;
+        buffers.restore()?;
+        self.recomputing = true;
+        let graph = self.graph(packed, shapes, "recompute");
+        present.restore()?;
+        graph
     }
 
     fn check_finite(&self, output: &O) -> Result<()> {
@@ -445,7 +473,7 @@ where
     /// Unshard, (recompute,) inner backward, collect, reshard, reduce. Returns the gradient of the input, if
     /// it carries one.
     fn backward(self, input: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let BackwardPass { run, saved, expectation } = self;
+        let BackwardPass { mut run, saved, expectation } = self;
         let engine = run.engine.clone();
         let fail = |error: crate::Error| engine.note_failure(error);
         if engine.weights_version() != run.weights_version {
@@ -455,7 +483,7 @@ where
         let guard = engine.enter(run.unit, Phase::Backward).map_err(fail)?;
         let graph = match saved {
             Saved::Graph(graph) => graph,
-            Saved::Inputs { input_shapes, .. } => run.graph(input, &input_shapes, "recompute")?,
+            Saved::Inputs { input_shapes, buffers, .. } => run.recompute(input, &input_shapes, &buffers)?,
         };
         engine.open_gradients(run.unit).map_err(fail)?;
         let span = engine.begin_span("backward", &engine.units[run.unit].path);

@@ -161,12 +161,16 @@ fn other_settings() {
 
 /// Rank 1 of 3 steps with another optimizer than the others.
 #[track_caller]
-fn steps_otherwise(step: impl Fn(bool, &mut Fsdp<Layers>) -> fsdp::Result<()> + Send + Sync, parts: &[&str]) {
+fn steps_otherwise(
+    step: impl Fn(bool, &mut Fsdp<Layers>) -> fsdp::Result<bool> + Send + Sync,
+    parts: &[&str],
+) {
     let ends = at_once(3, |world| {
         let mut model = layers(2).fully_shard(&world.data_parallel_mesh())?;
         let loss = model.forward(&Plan::order([0, 1]))?;
         model.backward(&loss)?;
-        step(world.rank() == 1, &mut model)
+        step(world.rank() == 1, &mut model)?;
+        Ok(())
     });
     ends.every_rank_says(&["the ranks differ", "rank 1"]).every_rank_says(parts);
 }

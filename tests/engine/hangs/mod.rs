@@ -173,7 +173,8 @@ impl Training {
     }
 
     fn optimize(&mut self) -> fsdp::Result<()> {
-        self.optimizer.step(&mut self.model)
+        self.optimizer.step(&mut self.model)?;
+        Ok(())
     }
 
     fn step(&mut self, plan: &Plan) -> fsdp::Result<()> {
