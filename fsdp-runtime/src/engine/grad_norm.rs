@@ -1,0 +1,181 @@
+//! The global norm of the gradients: clipping by it, and what is done where it is not finite.
+
+use super::backward_step;
+use super::config::NonFinite;
+use super::core::Engine;
+use super::fsdp::Fsdp;
+use crate::comm::{HostOp, Phase};
+use crate::device::read_f32;
+use crate::error::{Error, Result};
+use crate::optim::{clip_scale, squared_norm};
+
+impl<M> Fsdp<M> {
+    /// Scales the gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.
+    ///
+    /// Each element of each parameter counts once, tied ones too; each rank sums its own shard, whatever the
+    /// strategy, and the ranks' sums are added in rank order, so that all ranks get the same bits. The factor
+    /// `min(1, max_norm / (norm + 1e-6))` is applied by the optimizer's step.
+    ///
+    /// A norm that is infinite or NaN is dealt with as [`FsdpConfig::non_finite`](super::FsdpConfig::non_finite) says;
+    /// after [`LossScaler::unscale`](crate::optim::LossScaler::unscale) it is returned, for the scaler decides.
+    ///
+    /// # Errors
+    /// If `max_norm` is not positive, or the norm not finite ([`NonFinite::Error`]; the gradients are left as they are), and
+    /// those of the reductions.
+    pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        self.clip_grad_norm_with(max_norm, self.engine().config.non_finite)
+    }
+
+    /// [`Fsdp::clip_grad_norm`] that deals with a norm that is not finite as `non_finite` says, whatever the
+    /// configuration says: for this clipping and the step after it. The same on all ranks.
+    ///
+    /// # Errors
+    /// As for [`Fsdp::clip_grad_norm`].
+    pub fn clip_grad_norm_with(&self, max_norm: f64, non_finite: NonFinite) -> Result<f64> {
+        if max_norm.is_nan() || max_norm <= 0.0 {
+            return Err(Error::Config(format!("the largest gradient norm must be positive, not {max_norm}")));
+        }
+        let engine = self.engine();
+        let norm = self.grad_norm()?;
+        let scaled = {
+            let mut state = engine.state.lock();
+            state.non_finite = Some(non_finite);
+            state.unscale.is_some()
+        };
+        if !norm.is_finite() && non_finite == NonFinite::Error && !scaled {
+            return Err(engine.non_finite_gradients(norm));
+        }
+        let mut state = engine.state.lock();
+        state.grad_scale = (f64::from(clip_scale(norm, max_norm)) * state.unscale.unwrap_or(1.0)) as f32;
+        Ok(norm)
+    }
+
+    /// The global L2 norm of the gradients, of the unscaled ones after
+    /// [`LossScaler::unscale`](crate::optim::LossScaler::unscale); infinite or NaN where a gradient is. It is computed once
+    /// a step.
+    ///
+    /// # Errors
+    /// Those of the reductions.
+    pub fn grad_norm(&self) -> Result<f64> {
+        let engine = self.engine();
+        backward_step::refuse(engine, "clipping and norms")?;
+        engine.finish_grad_sync()?;
+        let norm = engine.main_grad_norm()?;
+        Ok(norm * engine.state.lock().unscale.unwrap_or(1.0))
+    }
+}
+
+impl Engine {
+    /// The global norm of the main gradients as they are. Their reductions must be finished.
+    fn main_grad_norm(&self) -> Result<f64> {
+        if let Some(known) = self.state.lock().grad_norm {
+            return Ok(known);
+        }
+        let mut shards = Vec::new();
+        // Outer ranks that share nothing have the same gradients: the first ones bring them, and all take part, so
+        // that no replica clips alone.
+        let cut_by_outer = self.layout.buckets.iter().any(|bucket| bucket.outer > 1);
+        let counts = cut_by_outer || self.outer_comm.rank() == 0;
+        for unit in 0..self.units.len() {
+            if !counts || !self.state.lock().reduce.has_gradient(unit) {
+                continue;
+            }
+            for &group in &self.units[unit].groups {
+                let group = &self.groups[group];
+                if let Some(grads) = &group.main_grad {
+                    shards.push(if cut_by_outer { grads.part(group.owned.clone()) } else { grads.shard() });
+                }
+            }
+        }
+        let mut sum = [match self.backend.kernels() {
+            Some(kernels) => kernels.squared_norm(&shards)?,
+            // SAFETY: all reductions are done, and only this thread uses main gradients now.
+            None => shards.iter().map(|shard| unsafe { read_f32(shard, squared_norm) }).sum(),
+        }];
+        self.comm.host_reduce(self.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;
+        let norm = sum[0].sqrt();
+        self.state.lock().grad_norm = Some(norm);
+        Ok(norm)
+    }
+
+    /// Whether the optimizer may step: the gradients are finite, as far as the norm is known or is to be looked at. A
+    /// step that is skipped is reset. The same on all ranks.
+    ///
+    /// # Errors
+    /// If they are not finite and that is an error.
+    pub(crate) fn may_step(&self) -> Result<bool> {
+        let (known, said) = {
+            let state = self.state.lock();
+            (state.grad_norm.is_some(), state.non_finite)
+        };
+        let policy = said.unwrap_or(self.config.non_finite);
+        if !known && policy == NonFinite::Error && !self.config.check_finite {
+            return Ok(true);
+        }
+        let norm = self.main_grad_norm()?;
+        if norm.is_finite() {
+            return Ok(true);
+        }
+        match policy {
+            NonFinite::Error => Err(self.non_finite_gradients(norm)),
+            NonFinite::SkipStep => {
+                let step = self.state.lock().step;
+                self.reset_step()?;
+                self.note_event(format!("after a skip of step {step}, whose gradients are not finite"));
+                Ok(false)
+            }
+        }
+    }
+
+    /// Why the norm is not finite: the first parameter whose gradient is not, and the ranks whose losses are not. Every
+    /// rank must ask.
+    fn non_finite_gradients(&self, norm: f64) -> Error {
+        let found = match (self.first_non_finite(), self.non_finite_losses()) {
+            (Ok(gradient), Ok(losses)) => format!("{gradient}; {losses}"),
+            (Err(error), _) | (_, Err(error)) => return error,
+        };
+        Error::Usage(format!(
+            "the norm of the gradients is {norm}: {found}. Nothing was changed: call `reset_step` to go on without this \
+             step, or have `NonFinite::SkipStep` do it"
+        ))
+    }
+
+    fn first_non_finite(&self) -> Result<String> {
+        let mut first = None;
+        self.visit_gradients(|spec, values| {
+            if first.is_none() {
+                let at = values.iter().position(|value| !value.is_finite());
+                first = at.map(|at| (spec.name.clone(), at, values[at]));
+            }
+            Ok(())
+        })?;
+        Ok(match first {
+            None => "the sum of the squares of its elements is out of range".into(),
+            Some((name, at, value)) => {
+                let param = self.layout.params.iter().position(|spec| spec.name == name);
+                let (group, item) = self.layout.place_of(param.expect("it was visited"));
+                let bucket = &self.layout.buckets[group];
+                let rank = (bucket.items[item].start + at) / bucket.shard_len();
+                format!("the gradient of `{name}` is {value} at element {at}, in the shard of rank {rank}")
+            }
+        })
+    }
+
+    fn non_finite_losses(&self) -> Result<String> {
+        let losses = std::mem::take(&mut self.state.lock().losses);
+        let value = |loss: &candle_core::Tensor| {
+            let values = loss.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+            Ok(values.into_iter().find(|value| !value.is_finite()))
+        };
+        let own: Vec<Option<f32>> = losses.iter().map(value).collect::<candle_core::Result<_>>()?;
+        let own = own.into_iter().flatten().next();
+        self.state.lock().losses = losses;
+        let own = own.map(|value| value.to_string()).unwrap_or_default();
+        let all = self.comm.host_gather(self.tag("losses", Phase::Optimizer), own.into_bytes())?;
+        let losses = all.iter().enumerate().filter(|(_, value)| !value.is_empty());
+        let losses = losses
+            .map(|(rank, value)| format!("a loss of rank {rank} is {}", String::from_utf8_lossy(value)));
+        let losses = losses.collect::<Vec<_>>().join(", ");
+        Ok(if losses.is_empty() { "the losses of all ranks are finite".into() } else { losses })
+    }
+}
