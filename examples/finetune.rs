@@ -14,22 +14,28 @@ use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Parser};
-use fsdp::files::{self, AtomicFile};
+use fsdp::files;
 use fsdp::launch::{LaunchError, Launcher, World};
 use fsdp::prelude::*;
 use fsdp_models::data::{TextDataset, TextOptions};
 use fsdp_models::generate::{Sampling, generate};
 use fsdp_models::lora::{LoraConfig, Targets, save_adapters};
+use fsdp_models::paths::Paths;
 use fsdp_models::pretrained::{Pretrained, SaveOptions, Strictness, check_save_place};
 use fsdp_models::trainer::metrics::MetricsWriter;
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
-    CheckpointOptions, Outputs, RunCheckpoints, TrainDevice, TrainOptions, TrainSummary, check_distinct,
+    CheckpointOptions, INTERRUPTED, Outputs, RunCheckpoints, Stop, TrainDevice, TrainOptions, TrainSummary,
     plot, quantity, report, train,
 };
 use fsdp_models::{Llama, Tokenizer, ops};
 
+/// Steps of warm-up where none are given.
+const DEFAULT_WARMUP: usize = 10;
+
 /// Fine-tunes a pretrained Llama on a text, fully sharded over ranks that are threads of this process.
+///
+/// Ctrl-C stops it at the end of a step, whose state is saved if there are --checkpoints.
 #[derive(Parser)]
 #[command(max_term_width = 110, args_override_self = true)]
 struct Options {
@@ -110,9 +116,9 @@ struct Training {
     /// Highest learning rate [default: 5e-4 for adapters, 5e-5 for all weights]
     #[arg(long, allow_negative_numbers = true)]
     lr: Option<f64>,
-    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine
-    #[arg(long, value_name = "STEPS", default_value_t = 10)]
-    warmup: usize,
+    /// Steps of linear warm-up, after which the rate falls to a tenth along half a cosine [default: 10, or all of fewer steps]
+    #[arg(long, value_name = "STEPS")]
+    warmup: Option<usize>,
     /// Run the forward of each block again in the backward instead of keeping its activations
     #[arg(long)]
     recompute: bool,
@@ -173,6 +179,16 @@ struct Completion {
     top_p: f64,
 }
 
+impl Saving {
+    fn add_to(&self, paths: &mut Paths) {
+        paths.write_run("--checkpoints", self.checkpoints.as_deref());
+        paths.write_model("--export", self.export.as_deref());
+        paths.write_model("--export-adapters", self.export_adapters.as_deref());
+        paths.write_file("--metrics", self.metrics.as_deref());
+        paths.write_file("--plot", self.plot.as_deref());
+    }
+}
+
 /// What every rank works with.
 struct Run {
     pretrained: Pretrained,
@@ -196,7 +212,7 @@ fn main() -> ExitCode {
     keep_ranks_apart();
     ops::retain_freed_memory();
     match run(Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::FAILURE
@@ -215,21 +231,14 @@ fn keep_ranks_apart() {
     }
 }
 
-fn run(options: Options) -> Result<()> {
+fn run(options: Options) -> Result<ExitCode> {
     let Options { model, text, tokenizer, trained, training, saving, completion } = options;
     let Some(model) = model else { bail!(NO_MODEL) };
-    let inputs = [("--model", Some(model.as_path())), ("--tokenizer", tokenizer.as_deref())];
-    let outputs = [
-        ("--checkpoints", saving.checkpoints.as_deref()),
-        ("--export", saving.export.as_deref()),
-        ("--export-adapters", saving.export_adapters.as_deref()),
-        ("--metrics", saving.metrics.as_deref()),
-        ("--plot", saving.plot.as_deref()),
-    ];
-    check_distinct(
-        inputs.into_iter().chain(text.iter().map(|path| ("--text", Some(path.as_path())))),
-        outputs,
-    )?;
+    let mut paths = Paths::new();
+    paths.read_model("--model", [model.as_path()]).read_model("--tokenizer", tokenizer.as_deref());
+    paths.read("--text", text.iter().map(PathBuf::as_path));
+    saving.add_to(&mut paths);
+    paths.check()?;
 
     // All that can be wrong is found before a rank is started: the model's files, the text, the options.
     let pretrained = Pretrained::open(&model)?;
@@ -256,7 +265,7 @@ fn run(options: Options) -> Result<()> {
         device: training.device,
         microbatches: training.microbatches,
         lr: training.lr.unwrap_or(if trained.full { 5e-5 } else { 5e-4 }),
-        warmup: Some(training.warmup.min(training.steps)),
+        warmup: Some(training.warmup.unwrap_or(DEFAULT_WARMUP.min(training.steps))),
         weight_decay: 0.0,
         ..TrainOptions::new(config, training.steps)
     };
@@ -280,6 +289,8 @@ fn run(options: Options) -> Result<()> {
         }
     };
 
+    let stop = Stop::at_ctrl_c()?;
+    let plot_file = saving.plot.as_deref().map(plot::create).transpose()?;
     let checkpoints = saving.checkpoints.as_ref().map(|directory| -> fsdp_models::Result<_> {
         let (directory, every) = (directory.clone(), saving.save_every);
         let base = Some(pretrained.identity()?);
@@ -291,11 +302,11 @@ fn run(options: Options) -> Result<()> {
     let metrics =
         saving.metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
     let (metrics, mut steps) = metrics.map_or_else(Default::default, |(file, steps)| (Some(file), steps));
-    let plot_file = saving.plot.as_deref().map(AtomicFile::create).transpose()?;
     let outputs = Outputs {
         progress: Some(Mutex::new(Progress::new(options.steps))),
         metrics: metrics.map(Mutex::new),
         checkpoints,
+        stop,
         ..Outputs::default()
     };
 
@@ -307,6 +318,10 @@ fn run(options: Options) -> Result<()> {
     let Run { outputs, tokenizer, prompt, .. } = run;
     let summaries: Vec<_> = outcomes.iter().map(|outcome| outcome.summary.clone()).collect();
     drop(outputs.progress);
+    if summaries[0].stopped {
+        println!("{}", report::stopped(&summaries[0], run.options.steps, outputs.checkpoints.as_ref()));
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
     if let Some(file) = outputs.metrics {
         let (memory, traffic) = (report::memory_json(&summaries), report::traffic_json(&summaries));
         file.into_inner()?.finish(&summaries[0].times.summary(memory, traffic))?;
@@ -317,13 +332,7 @@ fn run(options: Options) -> Result<()> {
     }
     println!("{}", report::memory(&summaries));
     if let [first, .., last] = steps.as_slice() {
-        println!(
-            "loss {:.4} at step {}, {:.4} at step {}",
-            first.loss,
-            first.step + 1,
-            last.loss,
-            last.step + 1
-        );
+        println!("loss {:.4} at step {}, {:.4} at step {}", first.loss, first.step, last.loss, last.step);
     }
     if completion.tokens > 0 {
         println!("\nprompt: {}", tokenizer.decode(&prompt)?);
@@ -335,7 +344,7 @@ fn run(options: Options) -> Result<()> {
             println!("\n{what} in `{}`", path.display());
         }
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 impl Run {
@@ -356,6 +365,9 @@ impl Run {
         }
         let before = self.complete(&model)?;
         let summary = train(world, &mut model, &self.options, &self.data, &self.outputs)?;
+        if summary.stopped {
+            return Ok(Outcome { summary, before, after: Vec::new() });
+        }
         let after = self.complete(&model)?;
         if let Some(dir) = &saving.export {
             let options = SaveOptions { tokenizer: Some(&self.tokenizer), ..SaveOptions::default() };

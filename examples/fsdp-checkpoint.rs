@@ -14,7 +14,7 @@ use fsdp::spec::Dtype;
 use fsdp_models::checkpoint::{
     ExportOptions, Side, WorkProgress, diff, export, find, list, summary, summary_json,
 };
-use fsdp_models::trainer::quantity;
+use fsdp_models::trainer::{end_at_ctrl_c, quantity};
 use serde_json::Value;
 
 /// Looks into checkpoints, checks them, compares them, and hands them over to Hugging Face's libraries.
@@ -223,6 +223,7 @@ fn export_weights(options: &Export) -> Result<Status> {
     let checkpoint = Checkpoint::open(find(path)?)?;
     let options =
         ExportOptions { section, dtype: *dtype, max_shard_bytes: *max_shard_size, config: config.as_deref() };
+    end_at_ctrl_c()?;
     let progress = WorkProgress::new("exporting");
     let exported = export(&checkpoint, dir, &options, |done, total| progress.set(done, total))?;
     drop(progress);

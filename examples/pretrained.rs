@@ -3,15 +3,16 @@
 //!
 //! `cargo run --release --example pretrained -- MODEL --text FILE --steps 10 --export DIR`
 
-use std::fs;
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use clap::Parser;
-use fsdp::files::save_f32;
+use fsdp::files::{self, AtomicFile, FileError, save_f32};
 use fsdp::prelude::*;
+use fsdp_models::paths::Paths;
 use fsdp_models::pretrained::{Pretrained, SaveOptions, Strictness, check_save_place};
 use fsdp_models::{Llama, Tokenizer};
 use serde_json::json;
@@ -64,12 +65,22 @@ struct Measured {
 
 fn main() -> Result<()> {
     let options = Options::parse();
+    let mut paths = Paths::new();
+    paths.read_model("MODEL", [options.model.as_path()]).read("--text", [options.text.as_path()]);
+    paths.write_model("--export", options.export.as_deref());
+    paths.write_file("--logits", options.logits.as_deref());
+    paths.write_file("--report", options.report.as_deref());
+    paths.check()?;
     let pretrained = Pretrained::open(&options.model)?;
     let tokenizer = Tokenizer::open(&options.model)?;
-    let text = fs::read_to_string(&options.text).with_context(|| format!("{}", options.text.display()))?;
+    let text = files::read_to_string(&options.text, u64::MAX)?;
     let ids = tokenizer.encode(&text)?;
+    ensure!(
+        options.seq > 0 && options.ranks > 0,
+        "a sequence has at least one token, and there is at least one rank"
+    );
     let sequences = ids.len().saturating_sub(1) / options.seq / options.ranks * options.ranks;
-    let need = options.ranks * options.seq + 1;
+    let need = options.ranks as u128 * options.seq as u128 + 1;
     ensure!(sequences > 0, "the text has {} tokens: {need} make a sequence for each rank", ids.len());
     let all = launch::local(options.ranks, |world| {
         run(&options, &pretrained, &tokenizer, &ids, sequences, &world.data_parallel_mesh())
@@ -93,7 +104,9 @@ fn main() -> Result<()> {
     });
     println!("loaded in {:.2} s, saved in {:.2} s", first.load_seconds, first.save_seconds);
     if let Some(path) = &options.report {
-        fs::write(path, report.to_string()).with_context(|| format!("{}", path.display()))?;
+        let mut file = AtomicFile::create(path)?;
+        file.write_all(report.to_string().as_bytes()).map_err(FileError::on("write", path))?;
+        file.commit()?;
     }
     Ok(())
 }
@@ -162,7 +175,7 @@ fn run(
 
 /// The most memory that this process had so far, where the system tells.
 fn peak_resident_bytes() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }

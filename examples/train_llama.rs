@@ -15,11 +15,12 @@ use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
 use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
+use fsdp_models::paths::Paths;
 use fsdp_models::pretrained::{SaveOptions, check_save_place, save_pretrained};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
-    CheckpointOptions, Outputs, RunCheckpoints, TrainDevice, TrainOptions, TrainSummary, check_distinct,
+    CheckpointOptions, INTERRUPTED, Outputs, RunCheckpoints, Stop, TrainDevice, TrainOptions, TrainSummary,
     lanes, plot, quantity, report, shard, train,
 };
 use fsdp_models::{Llama, LlamaConfig, Tokenizer, ops};
@@ -29,6 +30,8 @@ const DEFAULT_BATCH: usize = 16;
 const DEFAULT_SEQ: usize = 128;
 
 /// Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
+///
+/// Ctrl-C stops it at the end of a step, whose state is saved if there are --checkpoints.
 #[derive(Parser)]
 #[command(max_term_width = 110, args_override_self = true)]
 struct Options {
@@ -87,7 +90,7 @@ struct ShardingOptions {
     /// What the ranks compute on: cpu, or cuda, in a program built with `--features cuda` (and nccl for several GPUs)
     #[arg(long, value_name = "cpu|cuda", default_value_t)]
     device: TrainDevice,
-    /// What is sharded: no-shard, optim, optim-grads or optim-grads-params
+    /// What is sharded: no-shard, optim, optim-grads or optim-grads-params; zero0 to zero3 are the same
     #[arg(long, default_value_t)]
     strategy: Strategy,
     /// Replicas of the sharded model (hybrid sharding): the ranks of each share its shards
@@ -223,21 +226,29 @@ impl Saving {
 }
 
 impl Files {
-    /// No output may be another output or an input that is read while training: it would be lost.
-    fn check_distinct(&self) -> Result<()> {
-        let text = self.text.iter().map(|path| ("--text", Some(path.as_path())));
-        let inputs = [("--tokens", self.tokens.as_deref()), ("--weights", self.weights.as_deref())];
-        let outputs = [
-            ("--save-weights", self.save_weights.as_deref()),
-            ("--save-pretrained", self.save_pretrained.as_deref()),
-            ("--save-grads", self.save_grads.as_deref()),
-            ("--metrics", self.metrics.as_deref()),
-            ("--plot", self.plot.as_deref()),
-            ("--trace", self.trace.as_deref()),
-            ("--trace-plot", self.trace_plot.as_deref()),
-            ("--checkpoints", self.saving.checkpoints.as_deref()),
-        ];
-        Ok(check_distinct(inputs.into_iter().chain(text), outputs)?)
+    /// The texts to train on, where there is no file of tokens.
+    fn texts(&self) -> Result<Vec<PathBuf>> {
+        Ok(match &self.text[..] {
+            [] if self.tokens.is_some() => Vec::new(),
+            [] => corpus::source_files(Path::new(env!("CARGO_MANIFEST_DIR")))?,
+            given => given.to_vec(),
+        })
+    }
+
+    /// Nothing that is read, and no other output, may be written over.
+    fn check(&self, config: Option<&Path>, texts: &[PathBuf]) -> Result<()> {
+        let mut paths = Paths::new();
+        paths.read("--config", config).read("--text", texts.iter().map(PathBuf::as_path));
+        paths.read("--tokens", self.tokens.as_deref()).read("--weights", self.weights.as_deref());
+        paths.write_run("--checkpoints", self.saving.checkpoints.as_deref());
+        paths.write_model("--save-pretrained", self.save_pretrained.as_deref());
+        paths.write_file("--save-weights", self.save_weights.as_deref());
+        paths.write_file("--save-grads", self.save_grads.as_deref());
+        paths.write_file("--metrics", self.metrics.as_deref());
+        paths.write_file("--plot", self.plot.as_deref());
+        paths.write_file("--trace", self.trace.as_deref());
+        paths.write_file("--trace-plot", self.trace_plot.as_deref());
+        Ok(paths.check()?)
     }
 }
 
@@ -254,7 +265,7 @@ fn main() -> ExitCode {
     keep_ranks_apart();
     ops::retain_freed_memory();
     match run(Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::FAILURE
@@ -274,11 +285,12 @@ fn keep_ranks_apart() {
     }
 }
 
-fn run(options: Options) -> Result<()> {
+fn run(options: Options) -> Result<ExitCode> {
     let Options { model, sharding, training, files } = options;
-    files.check_distinct()?;
+    let texts = files.texts()?;
+    files.check(model.config.as_deref(), &texts)?;
     let mut config = model_config(&model)?;
-    let data = open_data(config.vocab_size, &training, &files)?;
+    let data = open_data(config.vocab_size, &training, files.tokens.as_deref(), &texts)?;
     if model.config.is_none() {
         config.max_position_embeddings = data.seq();
     }
@@ -302,14 +314,15 @@ fn run(options: Options) -> Result<()> {
         file.check(tensors())?;
     }
 
+    let stop = Stop::at_ctrl_c()?;
     // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot
     // be kept.
     let tensor_file = |path: &PathBuf| TensorFileWriter::create(path, tensors(), StoredDtype::F32);
     let gradients = files.save_grads.as_ref().map(tensor_file).transpose()?;
     let final_weights = files.save_weights.as_ref().map(tensor_file).transpose()?;
-    let plot_file = files.plot.as_deref().map(AtomicFile::create).transpose()?;
+    let plot_file = files.plot.as_deref().map(plot::create).transpose()?;
     let trace_file = files.trace.as_deref().map(AtomicFile::create).transpose()?;
-    let trace_plot_file = files.trace_plot.as_deref().map(AtomicFile::create).transpose()?;
+    let trace_plot_file = files.trace_plot.as_deref().map(plot::create).transpose()?;
     let checkpoints = files.saving.open(&*data)?;
     let first_step = checkpoints.as_ref().map_or(0, RunCheckpoints::first_step);
     let metrics = files.metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
@@ -323,6 +336,7 @@ fn run(options: Options) -> Result<()> {
         gradients: gradients.map(Mutex::new),
         weights: final_weights.map(Mutex::new),
         checkpoints,
+        stop,
     };
 
     // Tokens of a file come from a tokenizer that is not known here.
@@ -347,15 +361,19 @@ fn run(options: Options) -> Result<()> {
             println!("\n{}", report::units(&model));
         }
         let summary = train(&world, &mut model, &options, &*data, &outputs)?;
-        if let Some(dir) = &files.save_pretrained {
+        if let Some(dir) = files.save_pretrained.as_ref().filter(|_| !summary.stopped) {
             save_pretrained(&model, &options.model.to_json(), dir, &pretrained)?;
         }
         Ok::<_, fsdp_models::Error>(summary)
     });
     let summaries = summaries.map_err(root_cause)?;
 
-    let Outputs { progress, metrics, gradients, weights, checkpoints: _ } = outputs;
+    let Outputs { progress, metrics, gradients, weights, checkpoints, stop: _ } = outputs;
     drop(progress);
+    if summaries[0].stopped {
+        println!("{}", report::stopped(&summaries[0], options.steps, checkpoints.as_ref()));
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
     for file in [gradients, weights].into_iter().flatten() {
         file.into_inner()?.finish()?;
     }
@@ -376,7 +394,7 @@ fn run(options: Options) -> Result<()> {
         lanes::write_lanes(file, &spans)?;
     }
     print_result(&summaries);
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {
@@ -399,8 +417,13 @@ fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {
     })
 }
 
-fn open_data(vocab: usize, training: &TrainingOptions, files: &Files) -> Result<Box<dyn Batches>> {
-    if let Some(path) = &files.tokens {
+fn open_data(
+    vocab: usize,
+    training: &TrainingOptions,
+    tokens: Option<&Path>,
+    texts: &[PathBuf],
+) -> Result<Box<dyn Batches>> {
+    if let Some(path) = tokens {
         let tokens = TokenFile::open(path, vocab)?;
         for (option, asked, found) in
             [("--batch", training.batch, tokens.rows()), ("--seq", training.seq, tokens.seq())]
@@ -411,14 +434,9 @@ fn open_data(vocab: usize, training: &TrainingOptions, files: &Files) -> Result<
         }
         return Ok(Box::new(tokens));
     }
-    let text = if files.text.is_empty() {
-        corpus::source_files(Path::new(env!("CARGO_MANIFEST_DIR")))?
-    } else {
-        files.text.clone()
-    };
     let (batch, seq) = (training.batch.unwrap_or(DEFAULT_BATCH), training.seq.unwrap_or(DEFAULT_SEQ));
     let options = TextOptions { seq, batch, vocab, seed: training.seed };
-    Ok(Box::new(TextDataset::open(&text, options)?))
+    Ok(Box::new(TextDataset::open(texts, options)?))
 }
 
 fn reshard(text: &str) -> std::result::Result<ReshardAfterForward, String> {

@@ -79,12 +79,12 @@ impl Place {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The losses in a metrics file, which must be those of steps 0, 1, 2, ...
+    /// The losses in a metrics file, which must be those of steps 1, 2, 3, ...
     fn losses(&self, name: &str) -> Vec<f64> {
         let text = fs::read_to_string(self.path(name)).unwrap();
         let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
         let steps: Vec<Value> = lines.filter(|line| line.get("step").is_some()).collect();
-        assert!(steps.iter().enumerate().all(|(at, step)| step["step"] == at), "{text}");
+        assert!(steps.iter().enumerate().all(|(at, step)| step["step"] == at + 1), "{text}");
         steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     }
 
@@ -326,6 +326,35 @@ fn a_run_is_not_resumed_with_what_would_make_it_another() {
 }
 
 #[test]
+fn nothing_of_a_model_is_written_over() {
+    let place = Place::new();
+    let files = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    let contents = || files.map(|name| fs::read(place.path("model").join(name)).unwrap());
+    let sound = contents();
+    fs::hard_link(place.path("model/config.json"), place.path("hard")).unwrap();
+    for (option, path) in [
+        ("--metrics", "model/config.json"),
+        ("--plot", "model/model.safetensors"),
+        ("--metrics", "model/metrics"),
+        ("--metrics", "hard"),
+        ("--export", "model/tuned"),
+        ("--export-adapters", "model"),
+        ("--checkpoints", "model/run"),
+    ] {
+        let message = place.refusal(&[option, path]);
+        assert!(message.contains(option) && message.contains("--model"), "{option} {path}: {message}");
+        assert!(contents() == sound, "{option} {path}");
+    }
+    // Where the model is given by one of its files, the others are read too.
+    let message = place.refusal(&["--model", "model/model.safetensors", "--metrics", "model/config.json"]);
+    assert!(message.contains("--metrics and --model are the same file"), "{message}");
+    let message = place.refusal(&["--export", "new", "--export-adapters", "./new"]);
+    assert!(message.contains("--export-adapters and --export are the same file"), "{message}");
+    assert!(contents() == sound);
+    place.finetune(&["--steps", "3", "--warmup", "3"]);
+}
+
+#[test]
 fn without_a_model_it_says_where_to_get_one() {
     let output = Command::new(program()).args(["--text", "text"]).output().unwrap();
     let message = message(&output);
@@ -359,6 +388,18 @@ fn what_cannot_be_is_refused_in_one_line_before_anything_is_written() {
         (&["--export", "model"], "--export and --model are the same file, `model`"),
         (&["--metrics", "./text"], "--metrics and --text are the same file"),
         (&["--keep", "0"], "the checkpoints to keep is 0"),
+        (&["--warmup", "13"], "warmup is 13 steps: it must be at most the 12 steps of the run"),
+        (&["--lr", "1e308"], "lr is 1e308: it must be at most 1000"),
+        (&["--plot", "curves.png"], "cannot draw into `curves.png`: it would be an SVG"),
+        (
+            &["--batch", "4611686018427387904"],
+            "too many tokens in a batch: rows 4611686018427387904 x length 16",
+        ),
+        (
+            &["--seq", "18446744073709551615"],
+            "too many tokens in a batch: rows 6 x length 18446744073709551615",
+        ),
+        (&["--text", "/dev/zero"], "cannot read `/dev/zero`: it is not a regular file"),
     ] {
         let message = place.refusal(&[&outputs[..], options].concat());
         assert!(message.contains(expected), "{options:?}: {message}");

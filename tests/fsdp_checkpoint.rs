@@ -511,6 +511,21 @@ fn an_export_that_fails_leaves_nothing() {
     assert!(place.refusal(&["export", "run", "hf", "--section", "ema"]).contains("has no section `ema`"));
     let message = place.refusal(&["export", "run", "run/step-00000000"]);
     assert_eq!(message, "error: `run/step-00000000` is a checkpoint: export to another directory\n");
+    // Nor into what a checkpoint is removed with, or where others come and go.
+    for dir in ["run", "run/step-00000000/hf", "run/step-00000007", "run/step-00000000/a/../b"] {
+        let message = place.refusal(&["export", "run", dir]);
+        assert!(
+            message.contains(&format!("`{dir}`")) && message.ends_with(": give another place\n"),
+            "{message}"
+        );
+    }
+    let files = fs::read_dir(place.path("run")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert!(files.into_iter().all(|name| name == ".lock" || name == "step-00000000"));
+    fs::create_dir(place.path("kept")).unwrap();
+    fs::write(place.path("kept/config.json"), CONFIG).unwrap();
+    let message = place.refusal(&["export", "run", "kept", "--config", "kept/config.json"]);
+    assert!(message.contains("--config is `kept/config.json`, which is in `kept`"), "{message}");
+    assert_eq!(fs::read_to_string(place.path("kept/config.json")).unwrap(), CONFIG);
     let message = place.refusal(&["export", "run", "hf", "--max-shard-size", "much"]);
     assert!(message.contains("expected one as 5GB, 500 MiB or 4096"), "{message}");
     let message = place.refusal(&["export", "run", "hf", "--max-shard-size", "0"]);

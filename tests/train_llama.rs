@@ -5,8 +5,9 @@ mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use fsdp::files::{TensorFile, save_f32};
 use serde_json::Value;
@@ -114,7 +115,7 @@ fn everything_asked_for_is_written() {
     let (steps, summary) = place.metrics("metrics");
     assert_eq!(steps.len(), 4);
     for (at, step) in steps.iter().enumerate() {
-        assert_eq!(step["step"], at);
+        assert_eq!(step["step"], at + 1);
         for number in ["loss", "grad_norm", "lr", "tokens_per_s", "step_ms"] {
             assert!(step[number].as_f64().unwrap() > 0.0, "{number}: {step}");
         }
@@ -177,7 +178,7 @@ fn a_run_goes_on_from_its_checkpoints_to_the_bit_and_on_other_ranks_nearly() {
     };
     let losses = |name: &str| -> Vec<f64> {
         let steps = place.metrics(name).0;
-        assert!(steps.iter().enumerate().all(|(at, step)| step["step"] == at), "{steps:?}");
+        assert!(steps.iter().enumerate().all(|(at, step)| step["step"] == at + 1), "{steps:?}");
         steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     };
     for dtype in ["f32", "f16"] {
@@ -245,16 +246,168 @@ fn replicas_and_half_precision_train_to_about_the_same_losses() {
 
 #[test]
 fn an_unknown_strategy_is_answered_with_the_known_ones() {
-    let message = Place::new().refusal(&["--strategy", "zero3"]);
-    let expected = "unknown strategy `zero3`: expected no-shard, optim, optim-grads or optim-grads-params";
+    let place = Place::new();
+    let message = place.refusal(&["--strategy", "zero33"]);
+    let expected = "unknown strategy `zero33`: did you mean `zero3`? expected no-shard, optim, optim-grads or optim-grads-params";
     assert!(message.contains(expected), "{message}");
+    let said = place.train(&["--strategy", "ZeRO-3", "--steps", "1"]).stdout;
+    let said = String::from_utf8(said).unwrap();
+    assert!(said.contains("2 ranks, strategy optim-grads-params"), "{said}");
 }
 
 #[test]
 fn a_batch_that_cannot_be_divided_is_refused_with_the_numbers() {
-    let message = Place::new().refusal(&["--ranks", "2", "--microbatches", "3"]);
+    let place = Place::new();
+    let message = place.refusal(&["--ranks", "2", "--microbatches", "3"]);
     assert!(message.contains("global batch of 8 rows"), "{message}");
     assert!(message.contains("a positive multiple of 6"), "{message}");
+    // A run that is to go on says which ranks would do.
+    let saved = ["--checkpoints", "run", "--steps", "1"];
+    assert!(place.train(&saved).status.success());
+    let message = place.refusal(&[&saved[..], &["--resume", "--ranks", "3"]].concat());
+    assert!(
+        message.ends_with("8 rows with as many microbatches would do on 1, 2, 4 or 8 ranks\n"),
+        "{message}"
+    );
+}
+
+#[test]
+fn sizes_that_nothing_can_hold_are_refused_with_their_numbers() {
+    let place = Place::new();
+    for (options, expected) in [
+        (
+            &["--batch", "4611686018427387904"][..],
+            "too many tokens in a batch: rows 4611686018427387904 x length 16",
+        ),
+        (
+            &["--batch", "1099511627776", "--ranks", "1"],
+            "too many tokens in a microbatch of a rank: sequences 1099511627776",
+        ),
+        (
+            &["--seq", "18446744073709551615"],
+            "too many tokens in a batch: rows 8 x length 18446744073709551615",
+        ),
+        (&["--seq", "20000000"], "one sequence of 20000000 tokens and the token after it need 20000001"),
+        (
+            &["--batch", "8388608", "--microbatches", "4194304", "--ranks", "1"],
+            "too many microbatches: microbatches 4194304",
+        ),
+        (&["--ranks", "4294967296", "--batch", "4294967296"], "4294967296"),
+        (&["--warmup", "5"], "warmup is 5 steps: it must be at most the 4 steps of the run"),
+        (&["--lr", "1e308"], "lr is 1e308: it must be at most 1000"),
+        (&["--weight-decay", "1e39"], "weight decay is 1e39: it must be at most 1000"),
+    ] {
+        let message = place.refusal(options);
+        assert!(message.contains(expected), "{options:?}: {message}");
+    }
+    assert_eq!(place.files(), ["text"]);
+}
+
+#[test]
+fn a_plot_is_an_svg_and_says_so() {
+    let place = Place::new();
+    for option in ["--plot", "--trace-plot"] {
+        let message = place.refusal(&[option, "curves.png"]);
+        let expected =
+            "error: cannot draw into `curves.png`: it would be an SVG, so its name must end in .svg\n";
+        assert_eq!(message, expected);
+    }
+    assert_eq!(place.files(), ["text"]);
+    // Steps count from 1, as everywhere.
+    assert!(place.train(&["--plot", "curves.svg", "--steps", "5"]).status.success());
+    let svg = fs::read_to_string(place.path("curves.svg")).unwrap();
+    assert!(svg.contains("\n1\n") && svg.contains("\n5\n") && !svg.contains("\n0\n"), "{svg}");
+}
+
+#[test]
+fn what_is_no_file_is_neither_read_nor_written_and_never_waited_for() {
+    let place = Place::new();
+    assert!(Command::new("mkfifo").arg(place.path("pipe")).status().unwrap().success());
+    for option in
+        ["--weights", "--tokens", "--text", "--config", "--metrics", "--plot", "--save-weights", "--trace"]
+    {
+        for path in ["pipe", "/dev/zero", "/dev/full"] {
+            let mut command = Command::new(program());
+            command.current_dir(&place.0).args(["--steps", "1", option, path]);
+            if !matches!(option, "--text" | "--tokens") {
+                command.args(["--text", "text"]);
+            }
+            let error = String::from_utf8(command.output().unwrap().stderr).unwrap();
+            let expected = format!("`{path}`: it is not a regular file\n");
+            assert!(
+                error.starts_with("error: cannot ") && error.ends_with(&expected),
+                "{option} {path}: {error}"
+            );
+        }
+    }
+    assert_eq!(place.files(), ["pipe", "text"]);
+}
+
+#[test]
+fn names_of_a_file_are_shortened_in_messages() {
+    let place = Place::new();
+    let names: Vec<String> = (0..20_000).map(|name| format!("{name:0>200}")).collect();
+    let tensors: Vec<_> = names.iter().map(|name| (name.as_str(), &[0usize][..], &[][..])).collect();
+    save_f32(&place.path("many"), &tensors).unwrap();
+    for options in [&["--weights", "many"][..], &["--tokens", "many"]] {
+        let mut command = Command::new(program());
+        let output = command.current_dir(&place.0).args(options).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(error.contains("(200 characters)") && error.chars().count() < 2000, "{error}");
+    }
+}
+
+/// Starts a run that would take long, waits until it is in its midst, and asks it to stop.
+#[cfg(unix)]
+fn interrupted(place: &Place, options: &[&str]) -> (Output, usize) {
+    // However many steps there are to be, nothing is prepared for all of them.
+    let steps = ["--steps", "9223372036854775807", "--metrics", "metrics"];
+    let mut command = Command::new(program());
+    command.current_dir(&place.0).args(["--text", "text"]).args(SMALL).args(steps).args(options);
+    let run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let lines = || fs::read_to_string(place.path("metrics")).map_or(0, |text| text.lines().count());
+    // What is looked at is a file that grows.
+    while lines() < 3 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let pid = run.id().to_string();
+    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
+    (output, lines())
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
+    let place = Place::new();
+    let outputs = ["--save-weights", "weights", "--plot", "curves.svg", "--save-pretrained", "model"];
+    let (output, steps) = interrupted(&place, &outputs);
+    let said = String::from_utf8(output.stdout).unwrap();
+    let expected = format!(
+        "stopped after step {steps} of 9223372036854775807: nothing is saved of it, as it had no --checkpoints\n"
+    );
+    assert!(said.ends_with(&expected), "{said}");
+    // Not even what was being written.
+    assert_eq!(place.files(), ["metrics", "model", "text"]);
+    assert_eq!(fs::read_dir(place.path("model")).unwrap().count(), 0);
+
+    let saved = ["--checkpoints", "run", "--save-every", "1000000"];
+    let (output, steps) = interrupted(&place, &saved);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.ends_with(": its state is in `run`, from where --resume goes on\n"), "{said}");
+    let left: Vec<_> =
+        fs::read_dir(place.path("run")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let name = format!("step-{steps:08}");
+    assert!(left.iter().all(|left| left == ".lock" || *left == *name.as_str()), "{left:?}");
+    // It goes on as a run that was not stopped.
+    let total = (steps + 2).to_string();
+    let rest = ["--resume", "--steps", &total, "--metrics", "metrics"];
+    let output = place.train(&[&saved[..], &rest].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(place.train(&["--steps", &total, "--metrics", "whole"]).status.success());
+    let losses = |name| place.metrics(name).0.iter().map(|step| step["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("metrics"), losses("whole"));
 }
 
 #[test]
@@ -308,7 +461,7 @@ fn a_loss_that_is_not_finite_ends_the_run_and_names_the_unit() {
 
     let outputs = ["--weights", "bad", "--save-weights", "new", "--plot", "curves.svg", "--trace", "trace"];
     let message = place.refusal(&outputs);
-    assert!(message.contains("the loss of step 0 is NaN"), "{message}");
+    assert!(message.contains("the loss of step 1 is NaN"), "{message}");
     let message = place.refusal(&[&outputs[..], &["--check-finite"]].concat());
     assert!(message.contains("unit `model.layers.1`, forward, step 0"), "{message}");
     assert_eq!(place.files(), ["bad", "good", "text"]);
@@ -362,6 +515,28 @@ fn an_output_never_overwrites_an_input_or_another_output() {
     assert!(message.contains("--save-weights") && message.contains("--save-grads"), "{message}");
     assert_eq!(fs::read(place.path("text")).unwrap(), text);
     assert_eq!(place.files(), ["text"]);
+    // Nor a part of the checkpoint that it goes on from, by any name.
+    assert!(place.train(&["--checkpoints", "run", "--steps", "3"]).status.success());
+    let index = place.path("run/step-00000003/index.json");
+    let sound = fs::read(&index).unwrap();
+    fs::hard_link(&index, place.path("hard")).unwrap();
+    let resume = ["--checkpoints", "run", "--resume"];
+    for (option, path) in [
+        ("--metrics", "run/step-00000003/index.json"),
+        ("--plot", "run/step-00000003/curves.svg"),
+        ("--save-pretrained", "run/step-00000003/model"),
+        ("--save-pretrained", "run"),
+        ("--trace", "run/step-00000004"),
+        ("--metrics", "run/.lock"),
+        ("--metrics", "hard"),
+    ] {
+        let message = place.refusal(&[&resume[..], &[option, path]].concat());
+        let other = message.contains("`run") || message.contains("--checkpoints");
+        assert!(message.contains(option) && other, "{option} {path}: {message}");
+        assert_eq!(fs::read(&index).unwrap(), sound);
+    }
+    // Beside checkpoints there is room.
+    assert!(place.train(&[&resume[..], &["--metrics", "run/metrics"]].concat()).status.success());
 }
 
 #[test]

@@ -63,8 +63,8 @@ def losses(args):
     if len(a) != len(b) or not a:
         sys.exit(f"{args.a} has {len(a)} steps, {args.b} has {len(b)}")
     worst = 0.0
-    for x, y in zip(a, b):
-        limit = first if x["step"] == 0 else later
+    for at, (x, y) in enumerate(zip(a, b)):
+        limit = first if at == 0 else later
         if x["loss"] is None or y["loss"] is None or not abs(x["loss"] - y["loss"]) <= limit:
             sys.exit(f"step {x['step']}: the losses are {x['loss']} and {y['loss']}, {args.dtype} allows {limit}")
         worst = max(worst, abs(x["loss"] - y["loss"]))

@@ -7,6 +7,7 @@ use crate::config::ConfigError;
 use crate::data::DataError;
 use crate::generate::GenerateError;
 use crate::lora::LoraError;
+use crate::paths::PathError;
 use crate::pretrained::PretrainedError;
 use crate::tokenizer::TokenizerError;
 use crate::trainer::{TrainError, plot::PlotError};
@@ -47,6 +48,9 @@ pub enum Error {
     /// A chart.
     #[error(transparent)]
     Plot(#[from] PlotError),
+    /// A place to write to.
+    #[error(transparent)]
+    Path(#[from] PathError),
     /// A training run.
     #[error(transparent)]
     Train(#[from] TrainError),

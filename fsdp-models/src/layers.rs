@@ -3,7 +3,7 @@
 //! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have
 //! the dtype of the parameters; every layer takes and returns contiguous tensors.
 
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
@@ -118,8 +118,6 @@ impl Forward for RmsNorm {
 pub struct Rope {
     cos: Tensor,
     sin: Tensor,
-    /// The same on the device where they were last asked for.
-    moved: OnceLock<[Tensor; 2]>,
 }
 
 impl Rope {
@@ -128,9 +126,7 @@ impl Rope {
     /// # Errors
     /// If `head_dim` is odd.
     pub fn new(head_dim: usize, positions: usize, theta: f64) -> Result<Self> {
-        if !head_dim.is_multiple_of(2) {
-            bail!("rotary tables need an even head dim, not {head_dim}");
-        }
+        check_head_dim(head_dim)?;
         let half = head_dim / 2;
         // Frequencies and angles are rounded to f32 as in Hugging Face's Llama.
         let frequency = |pair: usize| theta.powf(-2.0 * pair as f64 / head_dim as f64) as f32;
@@ -140,7 +136,7 @@ impl Rope {
             let values: Vec<f32> = angles.iter().map(|&angle| function(angle) as f32).collect();
             Tensor::from_vec(values, (positions, half), &Device::Cpu)
         };
-        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)?, moved: OnceLock::new() })
+        Ok(Rope { cos: table(f64::cos)?, sin: table(f64::sin)? })
     }
 
     /// Positions that the tables cover.
@@ -154,36 +150,74 @@ impl Rope {
     /// If there are fewer.
     pub fn first(&self, positions: usize) -> Result<Self> {
         if positions > self.positions() {
-            bail!("a sequence of {positions} tokens: the model has {} positions", self.positions());
+            bail!("a sequence of {positions} tokens: the tables have {} positions", self.positions());
         }
-        Ok(Rope {
-            cos: self.cos.narrow(0, 0, positions)?,
-            sin: self.sin.narrow(0, 0, positions)?,
-            moved: OnceLock::new(),
-        })
+        Ok(Rope { cos: self.cos.narrow(0, 0, positions)?, sin: self.sin.narrow(0, 0, positions)? })
     }
 
-    /// The tables on `device`: copied there once, if they are not there.
+    /// The tables on `device`.
     ///
     /// # Errors
     /// Those of the device.
     pub fn on(&self, device: &Device) -> Result<Self> {
-        let there = |table: &Tensor| table.device().same_device(device);
-        let moved =
-            || Ok::<_, candle_core::Error>([self.cos.to_device(device)?, self.sin.to_device(device)?]);
-        let [cos, sin] = if there(&self.cos) {
-            [self.cos.clone(), self.sin.clone()]
-        } else {
-            match self.moved.get().filter(|[cos, _]| there(cos)) {
-                Some(tables) => tables.clone(),
-                None => {
-                    let tables = moved()?;
-                    let _ = self.moved.set(tables.clone());
-                    tables
-                }
+        Ok(Rope { cos: self.cos.to_device(device)?, sin: self.sin.to_device(device)? })
+    }
+}
+
+fn check_head_dim(head_dim: usize) -> Result<()> {
+    if !head_dim.is_multiple_of(2) {
+        bail!("rotary tables need an even head dim, not {head_dim}");
+    }
+    Ok(())
+}
+
+/// The rotary tables of a model: as long as the longest sequence so far, on the device where they were last asked for. How
+/// many positions a model may have is no reason to make tables for them.
+#[derive(Debug)]
+pub struct RopeTables {
+    head_dim: usize,
+    positions: usize,
+    theta: f64,
+    made: Mutex<Option<Rope>>,
+}
+
+impl RopeTables {
+    /// Of a model of at most `positions` positions; nothing is computed yet.
+    ///
+    /// # Errors
+    /// If `head_dim` is odd.
+    pub fn new(head_dim: usize, positions: usize, theta: f64) -> Result<Self> {
+        check_head_dim(head_dim)?;
+        Ok(RopeTables { head_dim, positions, theta, made: Mutex::new(None) })
+    }
+
+    /// Most positions of a sequence.
+    pub fn positions(&self) -> usize {
+        self.positions
+    }
+
+    /// The tables of the first `positions` positions on `device`. They are made there when a sequence is longer than all before:
+    /// a sequence that grows by one token at a time makes them anew each time that it has doubled.
+    ///
+    /// # Errors
+    /// If the model has fewer, and those of the device.
+    pub fn first(&self, positions: usize, device: &Device) -> Result<Rope> {
+        if positions > self.positions {
+            bail!("a sequence of {positions} tokens: the model has {} positions", self.positions);
+        }
+        // What a thread that panicked left behind is whole.
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = made.as_ref().map_or(0, Rope::positions);
+        let there = made.as_ref().is_some_and(|rope| rope.cos.device().same_device(device));
+        let rope = match made.take().filter(|_| there && positions <= before) {
+            Some(rope) => rope,
+            None => {
+                let length =
+                    if positions <= before { before } else { positions.max(before.saturating_mul(2)) };
+                Rope::new(self.head_dim, length.min(self.positions), self.theta)?.on(device)?
             }
         };
-        Ok(Rope { cos, sin, moved: OnceLock::new() })
+        made.insert(rope).first(positions)
     }
 }
 
@@ -341,9 +375,31 @@ mod tests {
     }
 
     #[test]
+    fn tables_are_as_long_as_the_longest_sequence_and_no_longer() {
+        let positions = usize::MAX;
+        let tables = RopeTables::new(4, positions, 10_000.0).unwrap();
+        let made = || tables.made.lock().unwrap().as_ref().map_or(0, Rope::positions);
+        assert_eq!((tables.positions(), made()), (positions, 0));
+        for (asked, expected) in [(3, 3), (2, 3), (4, 6), (6, 6), (7, 12), (40, 40)] {
+            let rope = tables.first(asked, &Device::Cpu).unwrap();
+            assert_eq!((rope.positions(), made()), (asked, expected));
+            // The same, however long the tables are.
+            let alone = Rope::new(4, asked, 10_000.0).unwrap();
+            for (ours, theirs) in [(rope.cos, alone.cos), (rope.sin, alone.sin)] {
+                assert_eq!(ours.to_vec2::<f32>().unwrap(), theirs.to_vec2::<f32>().unwrap());
+            }
+        }
+        let short = RopeTables::new(4, 5, 10_000.0).unwrap();
+        for asked in [4, 5] {
+            assert_eq!(short.first(asked, &Device::Cpu).unwrap().positions(), asked);
+        }
+        assert!(short.first(6, &Device::Cpu).is_err());
+    }
+
+    #[test]
     fn too_long_a_sequence_and_an_odd_head_are_refused() {
-        let message = Rope::new(4, 3, 1e4).unwrap().first(4).unwrap_err().to_string();
+        let message = RopeTables::new(4, 3, 1e4).unwrap().first(4, &Device::Cpu).unwrap_err().to_string();
         assert!(message.starts_with("a sequence of 4 tokens: the model has 3 positions"), "{message}");
-        assert!(Rope::new(5, 3, 1e4).is_err());
+        assert!(Rope::new(5, 3, 1e4).is_err() && RopeTables::new(5, 3, 1e4).is_err());
     }
 }

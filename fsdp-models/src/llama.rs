@@ -7,7 +7,7 @@ use fsdp::spec::Attrs;
 use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
 
 use crate::config::LlamaConfig;
-use crate::layers::{Block, Embedding, Linear, RmsNorm, Rope};
+use crate::layers::{Block, Embedding, Linear, RmsNorm, RopeTables};
 use crate::lora::LoraConfig;
 use crate::ops;
 
@@ -50,13 +50,13 @@ pub struct Llama {
     /// None if the head is the embedding.
     lm_head: Option<Linear>,
     #[fsdp(skip)]
-    rope: Rope,
+    rope: RopeTables,
     #[fsdp(skip)]
     lora: Option<LoraConfig>,
 }
 
 impl Llama {
-    /// The model of a configuration. Nothing is allocated but the rotary tables: parameters come to be when
+    /// The model of a configuration. Nothing is allocated: parameters come to be when
     /// it is sharded, weights from `N(0, initializer_range)`, those of norms as ones.
     ///
     /// # Errors
@@ -69,7 +69,7 @@ impl Llama {
             layers: (0..config.num_hidden_layers).map(|_| Block::unit(config)).collect(),
             norm: RmsNorm::new(hidden, config.rms_norm_eps),
             lm_head: (!config.tie_word_embeddings).then(|| Linear::new(hidden, vocab, config.init())),
-            rope: Rope::new(config.head_dim(), config.max_position_embeddings, config.rope_theta)?,
+            rope: RopeTables::new(config.head_dim(), config.max_position_embeddings, config.rope_theta)?,
             lora: None,
         })
     }
@@ -105,7 +105,7 @@ impl Forward for Llama {
     fn forward(&self, ids: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
         let (_, positions) = ids.dims2()?;
         let mut x = self.embed.forward(ids, &(), scope)?;
-        let rope = self.rope.on(x.device())?.first(positions)?;
+        let rope = self.rope.first(positions, x.device())?;
         for layer in &self.layers {
             x = layer.forward(&x, &rope, scope)?;
         }

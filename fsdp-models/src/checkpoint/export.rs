@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use crate::LlamaConfig;
 use crate::config::{ConfigError, MAX_CONFIG};
 use crate::lora::adapter_of;
+use crate::paths::Paths;
 use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
 
 /// Elements copied at a time.
@@ -94,6 +95,9 @@ fn sources<'a>(
     if dir.join(INDEX_FILE).exists() {
         return refused(format!("`{}` is a checkpoint: export to another directory", dir.display()));
     }
+    let mut paths = Paths::new();
+    paths.read("the checkpoint", [checkpoint.path()]).read("--config", options.config);
+    paths.write_model("the export", [dir]).check()?;
     let sources = with_weights(checkpoint, section)?;
     let adapters = sources.keys().filter(|name| adapter_of(name).is_some());
     if let Some(first) = adapters.clone().next() {

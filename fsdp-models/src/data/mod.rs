@@ -16,6 +16,9 @@ pub use text::{TextDataset, TextOptions};
 pub use tokens::TokenFile;
 
 use fsdp::files::{FileError, TensorFileError, brief, listed};
+use fsdp::launch::MAX_RANKS;
+
+use crate::product::TooMany;
 
 /// A source of global batches that any number of ranks can share.
 ///
@@ -167,7 +170,7 @@ pub enum DataError {
         now: DataCursor,
     },
     /// Not even one training sequence.
-    #[error("the text has {tokens} {unit}: one sequence of {seq} tokens and the token after it need {}", .seq + 1)]
+    #[error("the text has {tokens} {unit}: one sequence of {seq} tokens and the token after it need {}", *.seq as u128 + 1)]
     TextTooShort {
         /// Tokens of all files together.
         tokens: usize,
@@ -182,6 +185,9 @@ pub enum DataError {
         /// Which size.
         what: &'static str,
     },
+    /// A batch of more tokens than can be counted.
+    #[error(transparent)]
+    TooMany(#[from] TooMany),
     /// A byte that the vocabulary has no id for.
     #[error("byte {byte} at offset {offset} of the text is outside the vocabulary of {vocab} ids")]
     ByteOutsideVocabulary {
@@ -208,8 +214,8 @@ pub enum DataError {
     /// The batch cannot be cut into equal parts.
     #[error(
         "a global batch of {batch} rows cannot be divided among {world} ranks with {microbatches} microbatches \
-         each: it must be a positive multiple of {}",
-        .world.saturating_mul(*.microbatches)
+         each: it must be a positive multiple of {}{}",
+        .world.saturating_mul(*.microbatches), others(*.batch, *.microbatches)
     )]
     UnevenBatch {
         /// Rows of a global batch.
@@ -285,6 +291,30 @@ pub enum DataError {
     },
 }
 
+/// The numbers of ranks that a batch can be divided among.
+fn others(batch: usize, microbatches: usize) -> String {
+    let each = if microbatches > 0 && batch.is_multiple_of(microbatches) { batch / microbatches } else { 0 };
+    let ranks: Vec<String> = (1..=each.min(MAX_RANKS))
+        .filter(|ranks| each.is_multiple_of(*ranks))
+        .map(|ranks| ranks.to_string())
+        .collect();
+    match ranks.as_slice() {
+        [] => String::new(),
+        [only] => format!("; {batch} rows with as many microbatches would do on {only} rank"),
+        [rest @ .., last] if ranks.len() <= 8 => {
+            format!(
+                "; {batch} rows with as many microbatches would do on {} or {last} ranks",
+                rest.join(", ")
+            )
+        }
+        _ => format!(
+            "; {batch} rows with as many microbatches would do on {} numbers of ranks: {}",
+            ranks.len(),
+            listed(&ranks)
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -310,7 +340,17 @@ mod tests {
         assert_eq!(
             part.rows(8).unwrap_err().to_string(),
             "a global batch of 8 rows cannot be divided among 3 ranks with 2 microbatches each: it must be a \
-             positive multiple of 6"
+             positive multiple of 6; 8 rows with as many microbatches would do on 1, 2 or 4 ranks"
+        );
+        let message = |batch, world, microbatches| {
+            Part { rank: 0, world, microbatch: 0, microbatches }.rows(batch).unwrap_err().to_string()
+        };
+        assert!(message(8, 3, 1).ends_with("would do on 1, 2, 4 or 8 ranks"));
+        assert!(message(7, 2, 7).ends_with("would do on 1 rank"));
+        assert!(message(8, 2, 3).ends_with("a positive multiple of 6"));
+        assert!(
+            message(5040, 11, 1)
+                .ends_with("would do on 58 numbers of ranks: 1, 2, 3, 4, 5, 6, 7, 8 and 50 more")
         );
         assert!(matches!(Part::WHOLE.rows(0), Err(DataError::UnevenBatch { batch: 0, .. })));
         let huge = Part { world: usize::MAX, microbatches: 2, ..Part::WHOLE };

@@ -4,7 +4,11 @@ use std::path::Path;
 
 use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part, permutation::Permutation};
+use crate::product::product;
 use crate::tokenizer::Tokenizer;
+
+/// Most tokens of a global batch, with which bytes and places can still be counted.
+const MAX_TOKENS: usize = 1 << 48;
 use fsdp::files;
 
 /// How text becomes batches.
@@ -146,6 +150,8 @@ impl TextDataset {
                 return Err(DataError::Zero { what });
             }
         }
+        // The last rows of an epoch and the first of the next are counted on from there.
+        product("tokens in a batch", &[("rows", batch), ("length", seq)], MAX_TOKENS)?;
         if tokens.len() <= seq {
             return Err(DataError::TextTooShort { tokens: tokens.len(), unit: tokens.unit(), seq });
         }
@@ -368,6 +374,16 @@ mod tests {
         assert_eq!(
             message(TextOptions { batch: 0, ..OPTIONS }, b"abc"),
             "the global batch is 0: it must be at least 1"
+        );
+        let last = TextOptions { seq: usize::MAX, batch: 1, ..OPTIONS };
+        assert!(
+            message(last, b"abc")
+                .starts_with("too many tokens in a batch: rows 1 x length 18446744073709551615,")
+        );
+        let rows = TextOptions { batch: 1 << 62, ..OPTIONS };
+        assert_eq!(
+            message(rows, b"abcdef"),
+            "too many tokens in a batch: rows 4611686018427387904 x length 4, expected at most 281474976710656"
         );
         let none: [&Path; 0] = [];
         assert!(matches!(TextDataset::open(&none, OPTIONS), Err(DataError::NoFiles)));

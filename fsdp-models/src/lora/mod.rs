@@ -35,6 +35,7 @@ pub use peft::{load_adapters, save_adapters};
 
 use crate::layers::Linear;
 use crate::llama::Llama;
+use crate::paths::PathError;
 
 /// The projections of a block, which [`Targets::AllLinear`] adapts.
 pub const PROJECTIONS: [&str; 7] =
@@ -240,6 +241,9 @@ pub enum LoraError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A place to write to.
+    #[error(transparent)]
+    Path(#[from] PathError),
     /// A file that cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{LoraConfig, LoraError, Targets, adapter_of};
 use crate::config::MAX_CONFIG;
 use crate::llama::Llama;
+use crate::paths::check_model_dir;
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -40,6 +41,7 @@ pub fn save_adapters(model: &Fsdp<Llama>, dir: &Path, base: Option<&str>) -> Res
     if model.rank() != 0 {
         return Ok(());
     }
+    check_model_dir(dir)?;
     fs::create_dir_all(dir).map_err(FileError::on("create", dir))?;
     let tensors: Vec<_> = adapters
         .iter()

@@ -36,9 +36,6 @@ pub use writer::{PretrainedWriter, StoredTensor};
 use crate::config::{ConfigError, MAX_CONFIG};
 use crate::{Llama, LlamaConfig};
 
-/// Bytes that a rotary table may take in any model.
-const ROPE_BYTES: u64 = 1 << 26;
-
 /// A pretrained Llama: its configuration and its weights, still in their files.
 ///
 /// ```no_run
@@ -83,23 +80,11 @@ impl Pretrained {
             }
         };
         let found = weights.found();
-        let elements = found.iter().map(|tensor| tensor.shape.iter().product::<usize>() as u64);
-        let elements = elements.fold(0, u64::saturating_add);
         let contradicts =
             |reason: String| PretrainedError::Contradiction { path: weights.path().to_path_buf(), reason };
         let (layers, tensors) = (config.num_hidden_layers, found.len());
         if layers > tensors {
             let reason = format!("num_hidden_layers is {layers}, and the file has {tensors} tensors");
-            return Err(contradicts(reason).into());
-        }
-        // The tables are made before any weight is read: they must not be of another size class than what is.
-        let positions = config.max_position_embeddings;
-        let table = (positions as u64).saturating_mul(config.head_dim() as u64).saturating_mul(4);
-        if table > ROPE_BYTES.max(elements.saturating_mul(4)) {
-            let reason = format!(
-                "max_position_embeddings is {positions}: the rotary tables would be larger than the weights, of which there are \
-                 {elements}"
-            );
             return Err(contradicts(reason).into());
         }
         drop(found);
@@ -155,9 +140,7 @@ impl Pretrained {
 /// The parameters of a model, without taking memory for them.
 pub(crate) fn params_of(config: &LlamaConfig) -> crate::Result<Vec<ParamSpec>> {
     let one = Topology::new(&[("dp_shard", 1)], 1).map_err(fsdp::Error::from)?;
-    // No weight has the rotary tables' size.
-    let config = LlamaConfig { max_position_embeddings: 1, ..config.clone() };
-    Ok(Llama::new(&config)?.layout(&one, &FsdpConfig::default())?.params)
+    Ok(Llama::new(config)?.layout(&one, &FsdpConfig::default())?.params)
 }
 
 /// The embedding, and the head that may be tied to it.

@@ -13,6 +13,7 @@ use super::error::PretrainedError;
 use super::writer::{PretrainedWriter, StoredTensor};
 use super::{Pretrained, params_of};
 use crate::lora::adapter_of;
+use crate::paths::check_model_dir;
 use crate::{LlamaConfig, Tokenizer};
 
 /// How a model is saved.
@@ -130,12 +131,13 @@ pub(crate) fn save_shown<M>(
 /// The place is not writable; the same on all ranks.
 pub fn check_save_place<M>(model: &Fsdp<M>, dir: &Path) -> crate::Result<()> {
     let outcome = if model.rank() == 0 { writable(dir) } else { Ok(()) };
-    model.agree_on("save_pretrained", outcome.map_err(crate::Error::from))
+    model.agree_on("save_pretrained", outcome)
 }
 
-fn writable(dir: &Path) -> Result<(), FileError> {
+fn writable(dir: &Path) -> crate::Result<()> {
+    check_model_dir(dir)?;
     fs::create_dir_all(dir).map_err(FileError::on("write", dir))?;
-    AtomicFile::create(&dir.join("config.json")).map(drop)
+    Ok(AtomicFile::create(&dir.join("config.json")).map(drop)?)
 }
 
 /// What is stored of these parameters.

@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::error::PretrainedError;
 use super::index::INDEX;
 use super::weights::SINGLE;
+use crate::paths::check_model_dir;
 
 const CONFIG: &str = "config.json";
 
@@ -53,8 +54,9 @@ impl PretrainedWriter {
     /// have at most `max_shard_bytes`, else as many as it takes, cut between tensors. A larger tensor has a file of its own.
     ///
     /// # Errors
-    /// The place is not writable, or a name comes twice.
+    /// The place is not writable, is in a checkpoint or where a run has its checkpoints; or a name comes twice.
     pub fn create(dir: &Path, tensors: &[StoredTensor], max_shard_bytes: u64) -> crate::Result<Self> {
+        check_model_dir(dir)?;
         fs::create_dir_all(dir).map_err(FileError::on("write", dir))?;
         let mut shards: Vec<Vec<&StoredTensor>> = vec![Vec::new()];
         let mut filled = 0u64;

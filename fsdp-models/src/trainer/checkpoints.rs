@@ -114,9 +114,14 @@ impl RunCheckpoints {
         Ok((path, state))
     }
 
-    /// The step that comes next, counted from 0.
+    /// The steps that the run has taken.
     pub fn first_step(&self) -> usize {
         self.from.as_ref().map_or(0, |(_, state)| state.steps)
+    }
+
+    /// Where they are.
+    pub fn directory(&self) -> &Path {
+        self.store.directory()
     }
 
     /// The checkpoint that the run goes on from.
@@ -189,17 +194,17 @@ pub(super) struct Saver {
 }
 
 impl Saver {
-    /// Saves the state after `steps` steps of `total`, if it is time. Every rank must call it.
+    /// Saves the state after `steps` steps, if it is time or they are the `last`. Every rank must call it.
     pub fn after(
         &mut self,
         steps: usize,
-        total: usize,
+        last: bool,
         data: DataCursor,
         model: &Fsdp<Llama>,
         optimizer: &dyn OptimizerState,
         scaler: Option<&LossScaler>,
     ) -> crate::Result<()> {
-        if !steps.is_multiple_of(self.every) && steps != total {
+        if !steps.is_multiple_of(self.every) && !last {
             return Ok(());
         }
         let state = RunState {

@@ -16,7 +16,7 @@ const TOP: f64 = 44.0;
 /// Rectangles narrower than this have no text.
 const TEXT_FROM: f64 = 34.0;
 
-/// Draws the last whole step of `ranks`' spans into a file opened by [`AtomicFile::create`].
+/// Draws the last whole step of `ranks`' spans into a file opened by [`plot::create`](super::plot::create).
 ///
 /// # Errors
 /// If the file cannot be written.

@@ -1,20 +1,18 @@
 //! Metrics of a training run as JSON lines.
 
-use std::{
-    fs::{self, File},
-    io::{ErrorKind, Write},
-    path::{Path, PathBuf},
-};
+use std::fs::File;
+use std::io::{ErrorKind, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use fsdp::files::FileError;
+use fsdp::files::{self, FileError};
 
 /// What one optimizer step reports.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
-    /// Counted from 0.
+    /// Counted from 1.
     pub step: usize,
     /// Mean over ranks and microbatches, in nats a token.
     pub loss: f64,
@@ -59,37 +57,33 @@ impl MetricsWriter {
     /// # Errors
     /// The file cannot be created.
     pub fn create(path: &Path) -> Result<Self, FileError> {
-        let file = File::create(path).map_err(FileError::on("create", path))?;
+        let file = files::open_to_write(path)?;
+        file.set_len(0).map_err(FileError::on("write", path))?;
         Ok(Self { file, path: path.to_path_buf() })
     }
 
-    /// Opens the file of a run that goes on: the lines of the steps before `first_step` stay and are returned, what comes
-    /// after them, which the run will do again, is cut off. A file that is not there yet is created.
+    /// Opens the file of a run that goes on after `done` steps: the lines of these stay and are returned, what comes after them, which the run will do again, is cut off. A file that is not there yet is created.
     ///
     /// # Errors
     /// The file cannot be read or written.
-    pub fn resume(path: &Path, first_step: usize) -> Result<(Self, Vec<StepMetrics>), FileError> {
-        let text = match fs::read_to_string(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
-            read => read.map_err(FileError::on("read", path))?,
+    pub fn resume(path: &Path, done: usize) -> Result<(Self, Vec<StepMetrics>), FileError> {
+        let text = match files::read_to_string(path, u64::MAX) {
+            Err(error) if error.source.kind() == ErrorKind::NotFound => String::new(),
+            read => read?,
         };
         let mut steps: Vec<StepMetrics> = Vec::new();
         let mut kept = 0;
         // A killed run may have left half a line, a complete one a summary.
         for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
             match serde_json::from_str::<StepMetrics>(line) {
-                Ok(step) if step.step < first_step => steps.push(step),
+                Ok(step) if step.step <= done => steps.push(step),
                 _ => break,
             }
             kept += line.len();
         }
-        let open = || {
-            let mut file = File::options().write(true).create(true).truncate(false).open(path)?;
-            file.set_len(kept as u64)?;
-            std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0))?;
-            Ok(file)
-        };
-        let file = open().map_err(FileError::on("write", path))?;
+        let mut file = files::open_to_write(path)?;
+        let cut = file.set_len(kept as u64).and_then(|()| file.seek(SeekFrom::End(0)));
+        cut.map_err(FileError::on("write", path))?;
         Ok((Self { file, path: path.to_path_buf() }, steps))
     }
 
@@ -179,7 +173,7 @@ mod tests {
     use super::*;
 
     const STEP: StepMetrics =
-        StepMetrics { step: 0, loss: 5.5, grad_norm: 1.25, lr: 0.001, tokens_per_s: 512.0, step_ms: 1000.0 };
+        StepMetrics { step: 1, loss: 5.5, grad_norm: 1.25, lr: 0.001, tokens_per_s: 512.0, step_ms: 1000.0 };
 
     #[test]
     fn a_line_is_in_the_file_once_it_is_written() {
@@ -187,9 +181,9 @@ mod tests {
         let path = dir.path().join("m.jsonl");
         let mut writer = MetricsWriter::create(&path).unwrap();
         writer.step(&STEP).unwrap();
-        let first = "{\"step\":0,\"loss\":5.5,\"grad_norm\":1.25,\"lr\":0.001,\"tokens_per_s\":512.0,\"step_ms\":1000.0}\n";
+        let first = "{\"step\":1,\"loss\":5.5,\"grad_norm\":1.25,\"lr\":0.001,\"tokens_per_s\":512.0,\"step_ms\":1000.0}\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), first);
-        writer.step(&StepMetrics { step: 1, loss: f64::NAN, ..STEP }).unwrap();
+        writer.step(&StepMetrics { step: 2, loss: f64::NAN, ..STEP }).unwrap();
         let mut times = StepTimes::new(512);
         times.record(1000.0);
         writer.finish(&times.summary(json!({"grads": 7}), json!(null))).unwrap();
@@ -210,19 +204,19 @@ mod tests {
         let at = |step, loss| StepMetrics { step, loss, ..STEP };
         let (mut writer, before) = MetricsWriter::resume(&path, 0).unwrap();
         assert!(before.is_empty());
-        (0..4).for_each(|step| writer.step(&at(step, 5.0)).unwrap());
+        (1..=4).for_each(|step| writer.step(&at(step, 5.0)).unwrap());
         // Killed in the middle of a line.
-        writer.file.write_all(b"{\"step\":4,").unwrap();
+        writer.file.write_all(b"{\"step\":5,").unwrap();
 
         let (mut writer, before) = MetricsWriter::resume(&path, 2).unwrap();
-        assert_eq!(before, [at(0, 5.0), at(1, 5.0)]);
-        writer.step(&at(2, 4.0)).unwrap();
+        assert_eq!(before, [at(1, 5.0), at(2, 5.0)]);
+        writer.step(&at(3, 4.0)).unwrap();
         let times = StepTimes::new(1);
         writer.finish(&times.summary(json!(0), json!(0))).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 4);
         // The summary of a run that was complete goes, too.
         let (_, before) = MetricsWriter::resume(&path, 9).unwrap();
-        assert_eq!(before, [at(0, 5.0), at(1, 5.0), at(2, 4.0)]);
+        assert_eq!(before, [at(1, 5.0), at(2, 5.0), at(3, 4.0)]);
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 3);
     }
 
@@ -241,7 +235,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("no").join("m.jsonl");
         let message = MetricsWriter::create(&path).unwrap_err().to_string();
-        assert!(message.starts_with(&format!("cannot create `{}`: ", path.display())), "{message}");
+        assert!(message.starts_with(&format!("cannot write `{}`: ", path.display())), "{message}");
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 mod checkpoints;
 mod device;
-mod files;
 pub mod lanes;
 pub mod metrics;
 mod options;
@@ -10,11 +9,12 @@ pub mod plot;
 pub mod progress;
 pub mod quantity;
 pub mod report;
+mod stop;
 pub mod table;
 mod train;
 
 pub use checkpoints::{CheckpointOptions, RunCheckpoints};
 pub use device::TrainDevice;
-pub use files::{Named, check_distinct};
 pub use options::{TrainError, TrainOptions};
+pub use stop::{INTERRUPTED, Stop, end_at_ctrl_c};
 pub use train::{Outputs, TrainSummary, shard, train};

@@ -9,6 +9,16 @@ use super::TrainDevice;
 use crate::config::LlamaConfig;
 use crate::data::{Batches, Part};
 use crate::pretrained::Identity;
+use crate::product::{TooMany, product};
+
+/// Most tokens of a rank's microbatch: with more, the activations of the smallest model would fill a machine.
+const MAX_TOKENS: usize = 1 << 26;
+
+/// Most microbatches of a rank in a step.
+const MAX_MICROBATCHES: usize = 1 << 20;
+
+/// Largest learning rate and weight decay: AdamW moves every weight by about as much as its rate, each step.
+const MAX_RATE: f64 = 1e3;
 
 /// Settings of a training run. The same on all ranks.
 #[derive(Clone, Debug)]
@@ -96,6 +106,14 @@ impl TrainOptions {
             return Err(TrainError::OuterRanks { ranks, outer_ranks }.into());
         }
         self.optimizer().validate().map_err(fsdp::Error::from)?;
+        for (option, value) in [("lr", self.lr), ("weight decay", self.weight_decay)] {
+            if value > MAX_RATE {
+                return Err(TrainError::TooLarge { option, value, most: MAX_RATE }.into());
+            }
+        }
+        if let Some(warmup) = self.warmup.filter(|&warmup| warmup > self.steps) {
+            return Err(TrainError::Warmup { warmup, steps: self.steps }.into());
+        }
         if let Some(schedule) = self.schedule() {
             schedule.validate().map_err(fsdp::Error::from)?;
         }
@@ -104,7 +122,11 @@ impl TrainOptions {
             return Err(TrainError::SequenceTooLong { seq, positions }.into());
         }
         let part = Part { rank: 0, world: ranks, microbatch: 0, microbatches: self.microbatches };
-        part.rows(data.rows())?;
+        let rows = part.rows(data.rows())?.len();
+        let tokens = [("sequences", rows), ("length", seq)];
+        product("tokens in a microbatch of a rank", &tokens, MAX_TOKENS).map_err(TrainError::from)?;
+        product("microbatches", &[("microbatches", self.microbatches)], MAX_MICROBATCHES)
+            .map_err(TrainError::from)?;
         Ok(data.check_steps(0, self.steps)?)
     }
 }
@@ -148,15 +170,32 @@ pub enum TrainError {
         /// Positions of the model.
         positions: usize,
     },
-    /// An output would overwrite an input or another output.
-    #[error("{option} and {other} are the same file, `{}`", .path.display())]
-    SameFile {
-        /// What is to be written.
+    /// Sizes that nothing can be trained with.
+    #[error(transparent)]
+    TooMany(#[from] TooMany),
+    /// A number that is no setting of a run.
+    #[error("{option} is {value:e}: it must be at most {most}")]
+    TooLarge {
+        /// Which option.
         option: &'static str,
-        /// What it would overwrite.
-        other: &'static str,
-        /// The file.
-        path: PathBuf,
+        /// Its value.
+        value: f64,
+        /// The largest one.
+        most: f64,
+    },
+    /// More steps of warm-up than there are.
+    #[error("warmup is {warmup} steps: it must be at most the {steps} steps of the run")]
+    Warmup {
+        /// Steps of warm-up.
+        warmup: usize,
+        /// Steps in all.
+        steps: usize,
+    },
+    /// Ctrl-C cannot be listened to.
+    #[error("cannot listen to Ctrl-C: {reason}")]
+    Handler {
+        /// Why.
+        reason: String,
     },
     /// A run would be mixed with another.
     #[error(
@@ -196,7 +235,7 @@ pub enum TrainError {
     /// The loss is a NaN or an infinity.
     #[error("the loss of step {step} is {loss}; the weights are those before it. {}", hint(.checked))]
     LossNotFinite {
-        /// The step, counted from 0.
+        /// The step, counted from 1.
         step: usize,
         /// Mean over ranks and microbatches.
         loss: f64,
@@ -208,7 +247,7 @@ pub enum TrainError {
         "the gradient norm of step {step} is {norm} at a finite loss of {loss}; the weights are those before it"
     )]
     GradNormNotFinite {
-        /// The step, counted from 0.
+        /// The step, counted from 1.
         step: usize,
         /// The loss.
         loss: f64,
@@ -270,12 +309,36 @@ mod tests {
             "a sequence of 17 tokens is too long for a model of max_position_embeddings 16"
         );
         let thrice = TrainOptions { microbatches: 3, ..options() };
-        assert!(refusal(2, 16, thrice).ends_with("it must be a positive multiple of 6"));
+        assert!(refusal(2, 16, thrice).contains("it must be a positive multiple of 6"));
         let clip = TrainOptions { clip: Some(-1.0), ..options() };
         assert_eq!(refusal(1, 16, clip), "the largest gradient norm must be positive, not -1");
         let negative = TrainOptions { lr: -1.0, ..options() };
         assert_eq!(refusal(1, 16, negative), "adamw: lr must be finite and at least 0, got -1");
         let long = TrainOptions { warmup: Some(11), ..options() };
-        assert!(refusal(1, 16, long).contains("warmup must be at most the total, got 11"));
+        assert_eq!(refusal(1, 16, long), "warmup is 11 steps: it must be at most the 10 steps of the run");
+        for lr in [1e4, 1e30, 1e308] {
+            let expected = format!("lr is {lr:e}: it must be at most 1000");
+            assert_eq!(refusal(1, 16, TrainOptions { lr, ..options() }), expected);
+        }
+        let decay = TrainOptions { weight_decay: 1e308, ..options() };
+        assert_eq!(refusal(1, 16, decay), "weight decay is 1e308: it must be at most 1000");
+    }
+
+    #[test]
+    fn more_tokens_than_a_rank_can_hold_are_refused_with_their_factors() {
+        let refusal = |batch, options: TrainOptions| {
+            let order = TextOptions { seq: 16, batch, vocab: 256, seed: 0 };
+            let data = TextDataset::from_bytes(vec![b'x'; 100], order).unwrap();
+            options.validate(2, &data).expect_err("refused").to_string()
+        };
+        assert_eq!(
+            refusal(1 << 24, options()),
+            "too many tokens in a microbatch of a rank: sequences 8388608 x length 16, expected at most 67108864"
+        );
+        let thin = TrainOptions { microbatches: 1 << 22, ..options() };
+        assert_eq!(
+            refusal(1 << 23, thin),
+            "too many microbatches: microbatches 4194304, expected at most 1048576"
+        );
     }
 }

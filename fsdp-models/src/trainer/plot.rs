@@ -1,6 +1,8 @@
 //! Loss and gradient-norm curves as SVG.
 
-use std::{io::Write, ops::Range, path::Path};
+use std::io::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use plotters::{
     coord::{
@@ -26,6 +28,12 @@ pub enum PlotError {
     /// The file cannot be written.
     #[error(transparent)]
     File(#[from] FileError),
+    /// A kind of picture that is not drawn.
+    #[error("cannot draw into `{}`: it would be an SVG, so its name must end in .svg", .path.display())]
+    Ending {
+        /// The file.
+        path: PathBuf,
+    },
     /// The chart could not be drawn.
     #[error("cannot draw the curves: {0}")]
     Drawing(String),
@@ -37,7 +45,20 @@ impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for PlotE
     }
 }
 
-/// Draws the curves into a file opened by [`AtomicFile::create`].
+/// Opens a file to draw into. Its name ends in `.svg`, or says nothing.
+///
+/// # Errors
+/// The name has another ending, or the file cannot be made.
+pub fn create(path: &Path) -> Result<AtomicFile, PlotError> {
+    match path.extension() {
+        Some(ending) if !ending.eq_ignore_ascii_case("svg") => {
+            Err(PlotError::Ending { path: path.to_path_buf() })
+        }
+        _ => Ok(AtomicFile::create(path)?),
+    }
+}
+
+/// Draws the curves into a file opened by [`create`].
 ///
 /// # Errors
 /// The chart cannot be drawn or written.
@@ -53,7 +74,7 @@ pub fn write_curves(mut file: AtomicFile, title: &str, steps: &[StepMetrics]) ->
 /// # Errors
 /// The chart cannot be drawn or written.
 pub fn save_curves(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<(), PlotError> {
-    write_curves(AtomicFile::create(path)?, title, steps)
+    write_curves(create(path)?, title, steps)
 }
 
 /// An SVG document of two panels over the steps: the loss above, the gradient norm below.
@@ -194,8 +215,8 @@ mod tests {
     use super::*;
 
     fn steps(values: &[(f64, f64)]) -> Vec<StepMetrics> {
-        let metrics = |(step, &(loss, grad_norm)): (usize, &(f64, f64))| StepMetrics {
-            step,
+        let metrics = |(at, &(loss, grad_norm)): (usize, &(f64, f64))| StepMetrics {
+            step: at + 1,
             loss,
             grad_norm,
             lr: 1e-3,
@@ -292,5 +313,15 @@ mod tests {
         assert_eq!(text, curves_svg("a < b", &steps).unwrap());
         assert!(text.contains("a &lt; b"));
         assert!(matches!(save_curves(&dir.path().join("no").join("x"), "", &[]), Err(PlotError::File(_))));
+        for name in ["curves.png", "curves.svg.PDF", "curves.JPEG"] {
+            let path = dir.path().join(name);
+            let expected = format!(
+                "cannot draw into `{}`: it would be an SVG, so its name must end in .svg",
+                path.display()
+            );
+            assert_eq!(save_curves(&path, "", &[]).unwrap_err().to_string(), expected);
+            assert!(!path.exists());
+        }
+        save_curves(&dir.path().join("curves.SVG"), "", &[]).unwrap();
     }
 }

@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::{metrics::StepMetrics, quantity};
 
 /// In a log, a line each time this share of the steps is done.
-const LOG_PERCENT: usize = 10;
+const LOG_PERCENT: u128 = 10;
 
 /// Shows step, loss, tokens per second and the time that is left, on standard error: as a bar on a terminal,
 /// as a line now and then elsewhere. One rank of a run makes one.
@@ -48,7 +48,7 @@ impl Progress {
 
     /// Shows a step that is done.
     pub fn step(&mut self, metrics: &StepMetrics) {
-        let done = metrics.step + 1;
+        let done = metrics.step;
         self.shown += 1;
         self.elapsed_ms += metrics.step_ms;
         let state = format!("loss {:.4}  {} tokens/s", metrics.loss, quantity::rate(metrics.tokens_per_s));
@@ -92,7 +92,7 @@ impl Drop for Progress {
 
 /// The first step, and those with which another [`LOG_PERCENT`] is reached.
 fn is_logged(done: usize, steps: usize) -> bool {
-    let tenths = |done: usize| done * 100 / (steps.max(1) * LOG_PERCENT);
+    let tenths = |done: usize| done as u128 * 100 / (steps.max(1) as u128 * LOG_PERCENT);
     done == 1 || tenths(done) > tenths(done - 1)
 }
 
@@ -129,7 +129,7 @@ mod tests {
         let log = Shared::default();
         let mut progress = Progress::log(20, Box::new(log.clone()));
         progress.note("warming up");
-        for step in 0..2 {
+        for step in 1..=2 {
             progress.step(&StepMetrics {
                 step,
                 loss: 3.210_98,

@@ -6,9 +6,22 @@ use fsdp::Fsdp;
 use fsdp::engine::UnitReport;
 use serde_json::{Value, json};
 
+use super::RunCheckpoints;
 use super::quantity::{bytes, count};
 use super::table::{Align::*, Table};
 use super::train::TrainSummary;
+
+/// What is said of a run that was stopped before its end.
+pub fn stopped(summary: &TrainSummary, steps: usize, checkpoints: Option<&RunCheckpoints>) -> String {
+    let done = summary.steps.last().map_or(0, |step| step.step);
+    let state = match checkpoints {
+        Some(checkpoints) => {
+            format!("its state is in `{}`, from where --resume goes on", checkpoints.directory().display())
+        }
+        None => "nothing is saved of it, as it had no --checkpoints".to_owned(),
+    };
+    format!("stopped after step {done} of {steps}: {state}")
+}
 
 /// The units of a sharded model, their buckets and bytes; neighbours that differ only in their index share a
 /// line. Local.

@@ -16,6 +16,7 @@ use super::checkpoints::RunCheckpoints;
 use super::metrics::{MetricsWriter, StepMetrics, StepTimes};
 use super::options::{TrainError, TrainOptions};
 use super::progress::Progress;
+use super::stop::Stop;
 use crate::data::{Batches, Part};
 use crate::llama::Llama;
 use fsdp::files::{TensorFile, TensorFileWriter};
@@ -37,6 +38,8 @@ pub struct Outputs {
     pub weights: Option<Mutex<TensorFileWriter>>,
     /// Gets the state now and then, and has what the run goes on from.
     pub checkpoints: Option<RunCheckpoints>,
+    /// Asked, the run stops at the end of a step: its state is saved, its final weights are not.
+    pub stop: Stop,
 }
 
 /// What a run was like, seen from one rank.
@@ -52,6 +55,8 @@ pub struct TrainSummary {
     pub traffic: Vec<TrafficReport>,
     /// The last steps' trace, if the configuration asks for one.
     pub spans: Vec<Span>,
+    /// It was asked to stop before its last step, and has.
+    pub stopped: bool,
 }
 
 /// Builds the model and shards it over all ranks, on their devices and in as many replicas as the options say, with its
@@ -103,9 +108,9 @@ pub fn train(
         (first, served) = (checkpoints.first_step(), checkpoints.served());
         saver = Some(checkpoints.saver());
     }
-    let mut run = Run { world, options, data, optimizer, scaler };
+    let mut run = Run { world, options, data, optimizer, scaler, stop: &outputs.stop };
     let mut times = StepTimes::new(data.rows() * data.seq());
-    let mut steps = Vec::with_capacity(options.steps.saturating_sub(first));
+    let (mut steps, mut stopped) = (Vec::new(), false);
 
     for step in first..options.steps {
         if step + TRACED_STEPS == options.steps {
@@ -113,27 +118,33 @@ pub fn train(
         }
         let start = Instant::now();
         let gradients = outputs.gradients.as_ref().filter(|_| step == first);
-        let (loss, grad_norm) = run.step(model, step, served, gradients)?;
+        let StepOutcome { loss, grad_norm, stop } = run.step(model, step, served, gradients)?;
         served += data.rows() as u64;
 
         let step_ms = start.elapsed().as_secs_f64() * 1e3;
         let tokens_per_s = times.record(step_ms);
         let lr = options.learning_rate(step);
-        let metrics = StepMetrics { step, loss, grad_norm, lr, tokens_per_s, step_ms };
+        let done = step + 1;
+        let metrics = StepMetrics { step: done, loss, grad_norm, lr, tokens_per_s, step_ms };
         steps.push(metrics);
         if world.rank() == 0 {
             outputs.step(&metrics)?;
         }
         if let Some(saver) = &mut saver {
             let (next, scaler) = (data.cursor(served), run.scaler.as_ref());
-            saver.after(step + 1, options.steps, next, model, &run.optimizer, scaler)?;
+            let last = stop || done == options.steps;
+            saver.after(done, last, next, model, &run.optimizer, scaler)?;
+        }
+        if stop && done < options.steps {
+            stopped = true;
+            break;
         }
     }
 
     if let Some(saver) = saver {
         saver.finish()?;
     }
-    if let Some(file) = &outputs.weights {
+    if let Some(file) = outputs.weights.as_ref().filter(|_| !stopped) {
         save(world, file, |visit| model.visit_weights(visit))?;
     }
     Ok(TrainSummary {
@@ -142,6 +153,7 @@ pub fn train(
         memory: model.memory(run.optimizer.rule().state_names().len()),
         traffic: model.traffic(),
         spans: model.trace(),
+        stopped,
     })
 }
 
@@ -152,23 +164,34 @@ struct Run<'a> {
     data: &'a dyn Batches,
     optimizer: ShardedOptimizer<AdamW>,
     scaler: Option<LossScaler>,
+    stop: &'a Stop,
+}
+
+/// What all ranks know after a step.
+struct StepOutcome {
+    loss: f64,
+    grad_norm: f64,
+    /// Some rank was asked to stop.
+    stop: bool,
 }
 
 impl Run<'_> {
-    /// Takes one step on the global batch after `served` samples. Returns its loss and its gradient norm.
+    /// Takes one step on the global batch after `served` samples.
     fn step(
         &mut self,
         model: &mut Fsdp<Llama>,
         step: usize,
         served: u64,
         gradients: Option<&Mutex<TensorFileWriter>>,
-    ) -> crate::Result<(f64, f64)> {
+    ) -> crate::Result<StepOutcome> {
         self.optimizer.set_learning_rate(self.options.learning_rate(step));
         let loss = self.backward(model, served)?;
-        let loss = mean_over_ranks(self.world, step, loss)?;
+        // One reduction for both: the ranks agree on the step that is the last.
+        let asked = if self.stop.asked() { 1.0 } else { 0.0 };
+        let [loss, stop] = mean_over_ranks(self.world, step, [loss, asked])?;
         if !loss.is_finite() {
             let checked = self.options.fsdp.check_finite;
-            return Err(TrainError::LossNotFinite { step, loss, checked }.into());
+            return Err(TrainError::LossNotFinite { step: step + 1, loss, checked }.into());
         }
         if let Some(file) = gradients {
             save(self.world, file, |visit| model.visit_gradients(visit))?;
@@ -186,19 +209,19 @@ impl Run<'_> {
                 scaler.step(&mut self.optimizer, model)?;
             }
             None if !norm.is_finite() => {
-                return Err(TrainError::GradNormNotFinite { step, loss, norm }.into());
+                return Err(TrainError::GradNormNotFinite { step: step + 1, loss, norm }.into());
             }
             None => {
                 self.optimizer.step(model)?;
             }
         }
-        Ok((loss, norm))
+        Ok(StepOutcome { loss, grad_norm: norm, stop: stop > 0.0 })
     }
 
     /// Forwards and backwards of this rank's microbatches. Returns the mean of their losses.
     fn backward(&self, model: &Fsdp<Llama>, served: u64) -> crate::Result<f64> {
         let (data, microbatches) = (self.data, self.options.microbatches);
-        let mut losses = Vec::with_capacity(microbatches);
+        let mut losses = Vec::new();
         for microbatch in 0..microbatches {
             let part = Part { rank: self.world.rank(), world: self.world.size(), microbatch, microbatches };
             let batch = data.batch(served, part)?.to_tensors(&Device::Cpu)?;
@@ -221,12 +244,12 @@ impl Run<'_> {
     }
 }
 
-/// The ranks' mean, in f64, summed in rank order: the same bits on all ranks.
-fn mean_over_ranks(world: &World, step: usize, value: f64) -> crate::Result<f64> {
-    let mut sum = [value];
+/// The ranks' means, in f64, summed in rank order: the same bits on all ranks.
+fn mean_over_ranks<const N: usize>(world: &World, step: usize, values: [f64; N]) -> crate::Result<[f64; N]> {
+    let mut sum = values;
     let tag = Tag { unit: "loss".into(), phase: Phase::Optimizer, step: step as u64 };
     world.communicator().host_reduce(tag, HostOp::Sum, &mut sum).map_err(fsdp::Error::from)?;
-    Ok(sum[0] / world.size() as f64)
+    Ok(sum.map(|sum| sum / world.size() as f64))
 }
 
 type Visit<'a> = &'a mut dyn FnMut(&fsdp::spec::ParamSpec, &[f32]) -> fsdp::Result<()>;

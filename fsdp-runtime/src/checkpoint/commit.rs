@@ -35,6 +35,11 @@ pub(super) fn parse_name(found: &str) -> Option<(u64, u64)> {
     (repeat < u64::MAX && name(step, repeat) == found).then_some((step, repeat))
 }
 
+/// Whether a directory of checkpoints may have it as its own.
+pub(super) fn is_ours(found: &str) -> bool {
+    found == LOCK_FILE || found.starts_with(UNFINISHED) || parse_name(found).is_some()
+}
+
 /// Whether a save or a removal that was cut short has left it.
 fn is_left_over(entry: &fs::DirEntry) -> bool {
     let name = entry.file_name();

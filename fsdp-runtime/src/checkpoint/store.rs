@@ -1,13 +1,14 @@
 //! A directory of checkpoints, and how one comes to be in it: whole, or not at all.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::agree::caught;
-use super::commit::{Commit, UNFINISHED, parse_name};
+use super::commit::{Commit, UNFINISHED, is_ours, parse_name};
 use super::contents::{Contents, Piece, Prepared};
 use super::disk::Disk;
 use super::error::CheckpointError;
@@ -89,6 +90,11 @@ impl Checkpoints {
     ) -> Self {
         self.disk = Disk::with_hook(Arc::new(hook));
         self
+    }
+
+    /// Whether saves use files or directories of this name in the directory: nothing else may have it there.
+    pub fn uses_name(name: &OsStr) -> bool {
+        name.to_str().is_some_and(is_ours)
     }
 
     /// The directory.

@@ -1,13 +1,29 @@
 //! A file that appears whole under its name, or not at all.
 
-use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, BufWriter, Seek, SeekFrom, Write},
-    path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::FileError;
+
+/// The temporary files of this program, which a rename or a drop takes away.
+static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what this program has not finished writing: for one that ends without dropping what it has. Nothing can be committed
+/// after it.
+pub fn remove_unfinished() {
+    for path in unfinished().iter() {
+        // Nothing can be done about a failure here.
+        let _ = fs::remove_file(path);
+    }
+}
 
 /// A new file written beside its target and renamed over it by [`commit`](AtomicFile::commit).
 ///
@@ -43,11 +59,13 @@ impl AtomicFile {
         let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
         let temporary =
             target.with_file_name(format!(".{}.{}-{serial}.tmp", name.display(), std::process::id()));
+        let mut unfinished = unfinished();
         let file = OpenOptions::new()
             .write(true)
             .create_new(true)
             .open(&temporary)
             .map_err(FileError::on("write", &target))?;
+        unfinished.insert(temporary.clone());
         Ok(Self { writer: BufWriter::with_capacity(1 << 18, file), target, temporary, committed: false })
     }
 
@@ -65,6 +83,7 @@ impl AtomicFile {
         self.writer.get_ref().sync_all().map_err(FileError::on("write", &self.target))?;
         fs::rename(&self.temporary, &self.target).map_err(FileError::on("write", &self.target))?;
         self.committed = true;
+        unfinished().remove(&self.temporary);
         Ok(())
     }
 }
@@ -90,6 +109,7 @@ impl Drop for AtomicFile {
         if !self.committed {
             // Nothing can be done about a failure here, and the target is untouched either way.
             let _ = fs::remove_file(&self.temporary);
+            unfinished().remove(&self.temporary);
         }
     }
 }

@@ -13,7 +13,7 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 
-pub use atomic::AtomicFile;
+pub use atomic::{AtomicFile, remove_unfinished};
 pub use brief::{brief, brief_to, listed, said};
 pub(crate) use brief::{listed_as, shown};
 pub use dtype::StoredDtype;

@@ -2,6 +2,7 @@
 //!
 //! Plain data. Nothing here knows of devices or of candle.
 
+mod names;
 mod tensors;
 mod tree;
 
@@ -214,18 +215,6 @@ impl std::fmt::Display for OuterStrategy {
     }
 }
 
-impl std::str::FromStr for OuterStrategy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "no-shard" => Ok(OuterStrategy::NoShard),
-            "optim" => Ok(OuterStrategy::Optim),
-            other => Err(format!("unknown outer strategy `{other}`: expected no-shard or optim")),
-        }
-    }
-}
-
 /// Dtypes of a training run. Printing one says what each is.
 ///
 /// What is not here is FP32 always: sums over ranks, each formed before it is rounded to where it is stored, and the
@@ -352,18 +341,5 @@ impl Strategy {
 impl std::fmt::Display for Strategy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-impl std::str::FromStr for Strategy {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Strategy::ALL.into_iter().find(|s| s.name() == text).ok_or_else(|| {
-            format!(
-                "unknown strategy `{text}`: expected no-shard, optim, optim-grads or \
-                 optim-grads-params"
-            )
-        })
     }
 }
