@@ -232,6 +232,7 @@ fn keep_ranks_apart() {
 }
 
 fn run(options: Options) -> Result<ExitCode> {
+    let stop = Stop::at_ctrl_c()?;
     let Options { model, text, tokenizer, trained, training, saving, completion } = options;
     let Some(model) = model else { bail!(NO_MODEL) };
     let mut paths = Paths::new();
@@ -289,7 +290,6 @@ fn run(options: Options) -> Result<ExitCode> {
         }
     };
 
-    let stop = Stop::at_ctrl_c()?;
     let plot_file = saving.plot.as_deref().map(plot::create).transpose()?;
     let checkpoints = saving.checkpoints.as_ref().map(|directory| -> fsdp_models::Result<_> {
         let (directory, every) = (directory.clone(), saving.save_every);

@@ -14,7 +14,7 @@ use fsdp::spec::Dtype;
 use fsdp_models::checkpoint::{
     ExportOptions, Side, WorkProgress, diff, export, find, list, summary, summary_json,
 };
-use fsdp_models::trainer::{end_at_ctrl_c, quantity};
+use fsdp_models::trainer::{Stop, quantity};
 use serde_json::Value;
 
 /// Looks into checkpoints, checks them, compares them, and hands them over to Hugging Face's libraries.
@@ -219,11 +219,12 @@ fn verify_one(path: &Path, may_go: bool) -> Result<Status> {
 }
 
 fn export_weights(options: &Export) -> Result<Status> {
+    // There is no run to stop: Ctrl-C ends the program, without the files that are not finished.
+    Stop::at_ctrl_c()?;
     let Export { path, dir, section, dtype, max_shard_size, config } = options;
     let checkpoint = Checkpoint::open(find(path)?)?;
     let options =
         ExportOptions { section, dtype: *dtype, max_shard_bytes: *max_shard_size, config: config.as_deref() };
-    end_at_ctrl_c()?;
     let progress = WorkProgress::new("exporting");
     let exported = export(&checkpoint, dir, &options, |done, total| progress.set(done, total))?;
     drop(progress);

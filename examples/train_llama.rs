@@ -286,6 +286,7 @@ fn keep_ranks_apart() {
 }
 
 fn run(options: Options) -> Result<ExitCode> {
+    let stop = Stop::at_ctrl_c()?;
     let Options { model, sharding, training, files } = options;
     let texts = files.texts()?;
     files.check(model.config.as_deref(), &texts)?;
@@ -314,7 +315,6 @@ fn run(options: Options) -> Result<ExitCode> {
         file.check(tensors())?;
     }
 
-    let stop = Stop::at_ctrl_c()?;
     // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot
     // be kept.
     let tensor_file = |path: &PathBuf| TensorFileWriter::create(path, tensors(), StoredDtype::F32);

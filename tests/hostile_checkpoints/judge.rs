@@ -20,6 +20,9 @@ const STEPS: u64 = 3;
 /// Of the run that was saved: weights are in several files.
 const RANKS: usize = 3;
 
+/// Longest message, in characters.
+const MESSAGE: usize = 2000;
+
 /// Largest allocation, in sizes of the checkpoint.
 const LARGEST: usize = 32;
 /// All that is taken at one time, in the same: an empty JSON list is 3 bytes in a file and 32 in memory, and there are the
@@ -137,7 +140,7 @@ impl Judge {
         match (mutant.fate, &opened) {
             (Fate::Refused(words), Err(error)) => {
                 let text = error.to_string();
-                assert!(text.contains(words), "{text}");
+                assert!(text.contains(words) && text.chars().count() < MESSAGE, "{text}");
             }
             (Fate::Refused(words), Ok(_)) => panic!("it is opened, and is not refused as it {words}"),
             (Fate::Sound | Fate::Unfit(_), Err(error)) => panic!("{error}"),
@@ -175,10 +178,12 @@ impl Judge {
         }
     }
 
-    /// A message says which file or directory.
+    /// A message says which file or directory, and is no longer than a person reads.
     fn check_message(&self, error: &dyn std::fmt::Display) {
         let text = error.to_string();
         assert!(text.contains(self.place().to_str().unwrap()), "{text}");
+        let length = text.chars().count();
+        assert!(length < MESSAGE, "a message of {length} characters: {text}");
     }
 
     /// Every byte of a file that differs is in what is wrong, and nothing else is.

@@ -18,6 +18,12 @@ mod run;
 use files::{INDEX, Mutant};
 use judge::{Judge, Seen};
 
+/// As many times as many checkpoints as a short run has, by `FSDP_HOSTILE_FACTOR`; see `tests/README.md`.
+fn factor() -> usize {
+    std::env::var("FSDP_HOSTILE_FACTOR")
+        .map_or(1, |factor| factor.parse().expect("FSDP_HOSTILE_FACTOR is a number"))
+}
+
 /// Judges all, and counts those that were refused, opened and restored.
 fn judge(judge: &Judge, mutants: impl IntoIterator<Item = Mutant>) -> [usize; 3] {
     let mut seen = [0; 3];
@@ -35,7 +41,7 @@ fn judge(judge: &Judge, mutants: impl IntoIterator<Item = Mutant>) -> [usize; 3]
 fn damaged_indices() {
     let _alone = memory::alone();
     let sound = Judge::new();
-    let [refused, ..] = judge(&sound, damage::of_file(1, 200, &sound.files, INDEX));
+    let [refused, ..] = judge(&sound, damage::of_file(1, 200 * factor(), &sound.files, INDEX));
     assert!(refused > 190, "{refused}");
 }
 
@@ -44,7 +50,7 @@ fn damaged_files() {
     let _alone = memory::alone();
     let sound = Judge::new();
     let ranks = (2..).zip(sound.files.keys().filter(|name| *name != INDEX));
-    let mutants = ranks.flat_map(|(seed, name)| damage::of_file(seed, 120, &sound.files, name));
+    let mutants = ranks.flat_map(|(seed, name)| damage::of_file(seed, 120 * factor(), &sound.files, name));
     let [refused, opened, restored] = judge(&sound, mutants);
     // A header is not needed to restore.
     assert!(refused > 100 && opened > 30 && restored > 100, "{refused} {opened} {restored}");
@@ -63,7 +69,7 @@ fn files_that_are_missing_or_mixed_up() {
 fn forged_indices() {
     let _alone = memory::alone();
     let sound = Judge::new();
-    let [refused, opened, restored] = judge(&sound, forged::at_random(5, 500, &sound.files));
+    let [refused, opened, restored] = judge(&sound, forged::at_random(5, 500 * factor(), &sound.files));
     assert!(refused > 200 && opened > 30 && restored > 50, "{refused} {opened} {restored}");
 }
 

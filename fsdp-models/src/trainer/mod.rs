@@ -16,5 +16,5 @@ mod train;
 pub use checkpoints::{CheckpointOptions, RunCheckpoints};
 pub use device::TrainDevice;
 pub use options::{TrainError, TrainOptions};
-pub use stop::{INTERRUPTED, Stop, end_at_ctrl_c};
+pub use stop::{INTERRUPTED, Stop};
 pub use train::{Outputs, TrainSummary, shard, train};

@@ -191,9 +191,9 @@ pub enum TrainError {
         /// Steps in all.
         steps: usize,
     },
-    /// Ctrl-C cannot be listened to.
-    #[error("cannot listen to Ctrl-C: {reason}")]
-    Handler {
+    /// Ctrl-C cannot be waited for.
+    #[error("cannot wait for Ctrl-C: {reason}")]
+    Signals {
         /// Why.
         reason: String,
     },

@@ -1,16 +1,23 @@
 //! Asking a run to stop before its end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::TrainError;
 
-/// Asks a run to stop at the end of the step that it is in; the ranks agree on which one that is. Clones ask the same run.
-#[derive(Clone, Debug, Default)]
-pub struct Stop(Arc<AtomicBool>);
-
 /// What a shell says of a program that Ctrl-C has ended.
 pub const INTERRUPTED: u8 = 130;
+
+/// Asks a run to stop at the end of the step that it is in; the ranks agree on which one that is. Clones ask the same run.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    asked: AtomicBool,
+    /// Ranks that are in steps, of which one is to be the last.
+    training: AtomicUsize,
+}
 
 impl Stop {
     /// Not asked for yet.
@@ -20,47 +27,107 @@ impl Stop {
 
     /// Asks for it. It cannot be taken back.
     pub fn ask(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.asked.store(true, Ordering::Relaxed);
     }
 
     /// It was asked for.
     pub fn asked(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.asked.load(Ordering::Relaxed)
     }
 
-    /// One that Ctrl-C asks for, and so does the signal by which a scheduler ends a program (`SIGTERM`). The second time the
-    /// program ends at once, without the files that are not finished. To be called once in a program.
+    /// A rank begins its steps, until what is returned is dropped.
+    pub(super) fn training(&self) -> Training<'_> {
+        self.0.training.fetch_add(1, Ordering::Relaxed);
+        Training(self)
+    }
+
+    /// One that Ctrl-C asks for, and so does the signal by which a scheduler ends a program (`SIGTERM`), while ranks train. The
+    /// second time, and when no rank trains, the program ends at once, without the files that are not finished.
+    ///
+    /// To be called once, before the program has other threads: the signals end a program as before if a thread that was there
+    /// already gets them. Where there are no such signals, it is never asked for.
     ///
     /// # Errors
-    /// The program has handlers of these signals already.
+    /// The system has no thread for it.
     pub fn at_ctrl_c() -> Result<Self, TrainError> {
         let stop = Stop::new();
         let asked = stop.clone();
-        ctrlc::set_handler(move || {
-            if asked.asked() {
-                end();
+        signals::each(move || {
+            if asked.asked() || asked.0.training.load(Ordering::Relaxed) == 0 {
+                fsdp::files::remove_unfinished();
+                std::process::exit(INTERRUPTED.into());
             }
             asked.ask();
             eprintln!("stopping at the end of this step; once more to stop at once");
         })
-        .map_err(not_listened)?;
+        .map_err(|error| TrainError::Signals { reason: error.to_string() })?;
         Ok(stop)
     }
 }
 
-/// Lets Ctrl-C, and `SIGTERM`, end the program at once, without the files that are not finished. To be called once in a program.
-///
-/// # Errors
-/// The program has handlers of these signals already.
-pub fn end_at_ctrl_c() -> Result<(), TrainError> {
-    ctrlc::set_handler(end).map_err(not_listened)
+/// A rank that trains.
+pub(super) struct Training<'a>(&'a Stop);
+
+impl Drop for Training<'_> {
+    fn drop(&mut self) {
+        self.0.0.training.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
-fn end() {
-    fsdp::files::remove_unfinished();
-    std::process::exit(INTERRUPTED.into());
+#[cfg(unix)]
+mod signals {
+    use std::mem::MaybeUninit;
+    use std::{io, thread};
+
+    /// Calls `act` for each of the signals that ask a program to end, on a thread that waits for them. There is no handler that
+    /// might interrupt another thread anywhere: all threads that begin from now on leave these signals to that one.
+    pub fn each(act: impl Fn() + Send + 'static) -> io::Result<()> {
+        let mut set = MaybeUninit::uninit();
+        // SAFETY: sigemptyset fills the set, which the others then change and read; all of them are given valid pointers.
+        let set = unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            let mut set = set.assume_init();
+            libc::sigaddset(&mut set, libc::SIGINT);
+            libc::sigaddset(&mut set, libc::SIGTERM);
+            match libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
+                0 => set,
+                error => return Err(io::Error::from_raw_os_error(error)),
+            }
+        };
+        let wait = move || {
+            loop {
+                let mut signal = 0;
+                // SAFETY: both pointers are to what this thread has.
+                if unsafe { libc::sigwait(&set, &mut signal) } == 0 {
+                    act();
+                }
+            }
+        };
+        thread::Builder::new().name("signals".into()).spawn(wait).map(drop)
+    }
 }
 
-fn not_listened(error: ctrlc::Error) -> TrainError {
-    TrainError::Handler { reason: error.to_string() }
+#[cfg(not(unix))]
+mod signals {
+    pub fn each(_: impl Fn() + Send + 'static) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clones_ask_the_same_run() {
+        let stop = Stop::new();
+        let other = stop.clone();
+        assert!(!stop.asked());
+        other.ask();
+        assert!(stop.asked());
+        let training = [stop.training(), other.training()];
+        assert_eq!(stop.0.training.load(Ordering::Relaxed), 2);
+        drop(training);
+        assert_eq!(stop.0.training.load(Ordering::Relaxed), 0);
+    }
 }

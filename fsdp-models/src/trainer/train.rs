@@ -112,6 +112,7 @@ pub fn train(
     let mut times = StepTimes::new(data.rows() * data.seq());
     let (mut steps, mut stopped) = (Vec::new(), false);
 
+    let training = outputs.stop.training();
     for step in first..options.steps {
         if step + TRACED_STEPS == options.steps {
             model.clear_trace();
@@ -144,6 +145,7 @@ pub fn train(
     if let Some(saver) = saver {
         saver.finish()?;
     }
+    drop(training);
     if let Some(file) = outputs.weights.as_ref().filter(|_| !stopped) {
         save(world, file, |visit| model.visit_weights(visit))?;
     }
