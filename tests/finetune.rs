@@ -276,7 +276,7 @@ fn a_prompt_is_no_reason_to_stop_a_run_that_completes_nothing() {
     // Longer than the model's 64 positions.
     let long = "word-of-sixteen- ".repeat(100);
     fs::write(place.path("long"), &long).unwrap();
-    let run = ["--steps", "1", "--text", "long"];
+    let run = ["--steps", "1", "--warmup", "1", "--text", "long"];
     let said = place.finetune(&run);
     assert!(said.contains(&format!("prompt: {}\n", &long[..32])), "{said}");
     let said = place.finetune(&[&run[..], &["--tokens", "0", "--prompt", &long]].concat());

@@ -392,6 +392,7 @@ fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
     assert_eq!(place.files(), ["metrics", "model", "text"]);
     assert_eq!(fs::read_dir(place.path("model")).unwrap().count(), 0);
 
+    let place = Place::new();
     let saved = ["--checkpoints", "run", "--save-every", "1000000"];
     let (output, steps) = interrupted(&place, &saved);
     let said = String::from_utf8(output.stdout).unwrap();
