@@ -277,7 +277,7 @@ fn run(options: Options) -> Result<ExitCode> {
         top_k: Some(completion.top_k),
         top_p: completion.top_p,
         seed: training.seed,
-        eos: tokenizer.eos(),
+        ends: tokenizer.ends().to_vec(),
     };
     sampling.validate()?;
     let prompt = match completion.prompt {
@@ -359,8 +359,11 @@ impl Run {
         for dir in [&saving.export, &saving.export_adapters].into_iter().flatten() {
             check_save_place(&model, dir)?;
         }
-        self.pretrained.load(&model, Strictness::Strict)?;
+        let report = self.pretrained.load(&model, Strictness::Strict)?;
         if world.rank() == 0 {
+            if report.has_remarks() {
+                println!("{report}");
+            }
             self.introduce(&model);
         }
         let before = self.complete(&model)?;

@@ -122,7 +122,10 @@ fn run(
     let mut measured = Measured::default();
     let start = Instant::now();
     let mut model = pretrained.model()?.fully_shard(mesh)?;
-    pretrained.load(&model, Strictness::Strict)?;
+    let report = pretrained.load(&model, Strictness::Strict)?;
+    if report.has_remarks() && mesh.rank() == 0 {
+        println!("{report}");
+    }
     measured.load_seconds = start.elapsed().as_secs_f64();
     measured.peak = peak_resident_bytes();
     if let Some(dir) = &options.export {

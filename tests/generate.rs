@@ -66,8 +66,16 @@ fn the_end_of_a_text_ends_it_and_is_not_shown() {
     let whole = completions(2, &[7, 8], &sampling).remove(0);
     let eos = whole[5];
     let first = whole.iter().position(|&id| id == eos).unwrap();
-    let ended = completions(2, &[7, 8], &Sampling { eos: Some(eos), ..sampling });
-    assert_eq!(ended, [&whole[..first], &whole[..first]]);
+    let ended = |ends: &[u32]| completions(2, &[7, 8], &Sampling { ends: ends.to_vec(), ..sampling.clone() });
+    assert_eq!(ended(&[eos]), [&whole[..first], &whole[..first]]);
+    // Of several, the one that comes first; one that never comes changes nothing.
+    let never = (0..).find(|id| !whole.contains(id)).unwrap();
+    assert_eq!(ended(&[never, eos]), ended(&[eos]));
+    let earlier = whole.iter().position(|id| *id == whole[2]).unwrap();
+    for ends in [[eos, whole[2]], [whole[2], eos]] {
+        assert_eq!(ended(&ends)[0], whole[..first.min(earlier)]);
+    }
+    assert_eq!(ended(&[never])[0], whole);
 }
 
 #[test]

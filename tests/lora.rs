@@ -317,11 +317,13 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
     let name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight";
     assert_eq!(file.shape(name), Some(&[8, 3][..]));
 
+    let all = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head";
     let lora = LoraConfig::from_peft(&dir).unwrap();
-    assert_eq!((lora.rank, lora.alpha, lora.targets.names().len()), (3, 6.0, 8));
+    assert_eq!(lora, self::lora(all));
     let loaded = on_ranks(3, |world| {
         let model = adapted(&world, &lora, &FsdpConfig::default())?;
-        load_adapters(&model, &dir)?;
+        let report = load_adapters(&model, &dir)?;
+        assert_eq!((report.loaded, report.has_remarks()), (30, false));
         weights(&model)
     });
     assert_eq!(loaded[0], saved[0]);
@@ -329,11 +331,124 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
     let other = LoraConfig { rank: 2, targets: Targets::default(), ..lora };
     let outcome = Launcher::new().ranks(2).run(|world| -> Result<()> {
         let model = adapted(&world, &other, &FsdpConfig::default())?;
-        Ok(load_adapters(&model, &dir)?)
+        load_adapters(&model, &dir)?;
+        Ok(())
     });
     let message = outcome.unwrap_err().to_string();
     assert!(message.contains("q_proj.lora_A.weight (model [2, 24], file [3, 24])"), "{message}");
     assert!(message.contains("22 unexpected: base_model.model.lm_head"), "{message}");
+}
+
+/// Adapters of these modules in PEFT's files, with `more` tensors beside theirs.
+fn write_peft(
+    dir: &std::path::Path,
+    modules: &serde_json::Value,
+    names: &[&str],
+    more: &[(&str, &[usize], &[f32])],
+) -> Values {
+    let mut tensors = Values::new();
+    for name in names {
+        let (rows, columns) = match name.rsplit('.').next().unwrap() {
+            "lm_head" => (31, 24),
+            "k_proj" | "v_proj" => (8, 24),
+            "q_proj" | "o_proj" => (24, 24),
+            "down_proj" => (24, 40),
+            _ => (40, 24),
+        };
+        for (half, shape) in [("A", vec![3, columns]), ("B", vec![rows, 3])] {
+            let len = shape[0] * shape[1];
+            let values = (0..len).map(|at| ((at * 29 + name.len()) % 23) as f32 / 64.0 - 0.17).collect();
+            tensors.insert(format!("{name}.lora_{half}.weight"), (shape, values));
+        }
+    }
+    let stored: Vec<(String, &[usize], &[f32])> = tensors
+        .iter()
+        .map(|(name, (shape, values))| (format!("base_model.model.{name}"), &shape[..], &values[..]))
+        .chain(more.iter().map(|(name, shape, values)| (format!("base_model.model.{name}"), *shape, *values)))
+        .collect();
+    let stored: Vec<_> =
+        stored.iter().map(|(name, shape, values)| (name.as_str(), *shape, *values)).collect();
+    fsdp::files::save_f32(&dir.join("adapter_model.safetensors"), &stored).unwrap();
+    let config = serde_json::json!({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "bias": "none",
+        "modules_to_save": [], "target_modules": modules, "layers_to_transform": null, "use_dora": false, "rank_pattern": {},
+        "alora_invocation_tokens": null, "init_lora_weights": true, "peft_version": "0.21.0", "inference_mode": true,
+    });
+    std::fs::write(dir.join("adapter_config.json"), config.to_string()).unwrap();
+    tensors
+}
+
+#[test]
+fn modules_are_named_in_any_way_that_peft_writes() {
+    let q = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"];
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    for (modules, names) in [
+        (json(r#"["self_attn.q_proj"]"#), &q[..]),
+        (json(r#"["model.layers.1.self_attn.q_proj"]"#), &q[1..]),
+        (json(r#"["0.mlp.down_proj", "q_proj"]"#), &[q[0], q[1], "model.layers.0.mlp.down_proj"][..]),
+        (json(r#"".*layers\\.1\\.self_attn\\.(q|k)_proj""#), &[q[1], "model.layers.1.self_attn.k_proj"][..]),
+        (json(r#"["lm_head", "self_attn.q_proj"]"#), &[q[0], q[1], "lm_head"][..]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let expected = write_peft(dir.path(), &modules, names, &[]);
+        let lora = LoraConfig::from_peft(dir.path()).unwrap();
+        for ranks in [1, 2] {
+            on_ranks(ranks, |world| {
+                let model = adapted(&world, &lora, &FsdpConfig::default())?;
+                load_adapters(&model, dir.path())?;
+                let mut adapters = weights(&model)?;
+                adapters.retain(|name, _| is_adapter(name));
+                assert_eq!(adapters, expected, "{modules}");
+                // And written so again.
+                let again = dir.path().join("again");
+                save_adapters(&model, &again, None)?;
+                assert_eq!(LoraConfig::from_peft(&again)?, lora);
+                Ok(())
+            });
+        }
+    }
+}
+
+/// PEFT saves an adapted head with the weight that it wraps, a vocabulary that was changed without one, and loads them over the
+/// model's own.
+#[test]
+fn weights_that_peft_saves_whole_are_loaded_over_the_models_own() {
+    let values: Vec<f32> = (0..31 * 24).map(|at| at as f32 / 512.0).collect();
+    let names = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"];
+    for (saved, set) in [
+        ("lm_head.base_layer.weight", "lm_head.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let modules = serde_json::json!(["q_proj", "lm_head"]);
+        write_peft(dir.path(), &modules, &names, &[(saved, &[31, 24], &values)]);
+        let lora = LoraConfig::from_peft(dir.path()).unwrap();
+        for ranks in [1, 3] {
+            on_ranks(ranks, |world| {
+                let model = adapted(&world, &lora, &FsdpConfig::default())?;
+                let before = weights(&model)?;
+                let report = load_adapters(&model, dir.path())?;
+                let expected = format!("7 tensors were loaded; {set} was set as well: the file has it whole");
+                assert_eq!(report.to_string(), expected);
+                for (name, (_, after)) in weights(&model)? {
+                    if name == set {
+                        assert_eq!(after, values);
+                    } else {
+                        assert_eq!(after != before[&name].1, is_adapter(&name), "{name}");
+                    }
+                }
+                Ok(())
+            });
+        }
+        write_peft(dir.path(), &modules, &names, &[(saved, &[31, 23], &values[..31 * 23])]);
+        let message = Launcher::new().ranks(2).run(|world| -> Result<()> {
+            load_adapters(&adapted(&world, &lora, &FsdpConfig::default())?, dir.path())?;
+            Ok(())
+        });
+        let message = message.unwrap_err().to_string();
+        assert!(message.contains("(model [31, 24], file [31, 23])"), "{message}");
+    }
 }
 
 #[test]

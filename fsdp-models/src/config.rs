@@ -1,15 +1,19 @@
 //! Model configurations in the words of Hugging Face's `config.json`.
 
+mod json;
+
 use std::path::{Path, PathBuf};
 
 use fsdp::Init;
+use fsdp::files::{FileError, said};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use fsdp::files::{self, FileError, brief, said};
+use crate::settings::{SettingsError, read_object};
 
 /// Sizes and constants of a Llama-architecture model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "ConfigJson")]
+#[serde(try_from = "Map<String, Value>")]
 pub struct LlamaConfig {
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -44,64 +48,24 @@ pub(crate) const MAX_CONFIG: u64 = 1 << 24;
 /// Largest width of a layer, with which products of sizes can still be counted.
 const MAX_WIDTH: usize = 1 << 24;
 
-/// `config.json` as it is written, with the defaults of the format.
-#[derive(Deserialize)]
-struct ConfigJson {
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    vocab_size: usize,
-    rms_norm_eps: Option<f64>,
-    rope_theta: Option<f64>,
-    /// Where newer files keep the base.
-    rope_parameters: Option<RopeParameters>,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    max_position_embeddings: Option<usize>,
-    initializer_range: Option<f64>,
-    head_dim: Option<usize>,
-}
-
-#[derive(Deserialize)]
-struct RopeParameters {
-    rope_theta: Option<f64>,
-}
-
-impl From<ConfigJson> for LlamaConfig {
-    fn from(json: ConfigJson) -> Self {
-        let nested_theta = json.rope_parameters.and_then(|parameters| parameters.rope_theta);
-        LlamaConfig {
-            hidden_size: json.hidden_size,
-            intermediate_size: json.intermediate_size,
-            num_hidden_layers: json.num_hidden_layers,
-            num_attention_heads: json.num_attention_heads,
-            num_key_value_heads: json.num_key_value_heads.unwrap_or(json.num_attention_heads),
-            vocab_size: json.vocab_size,
-            rms_norm_eps: json.rms_norm_eps.unwrap_or(1e-6),
-            rope_theta: json.rope_theta.or(nested_theta).unwrap_or(10_000.0),
-            tie_word_embeddings: json.tie_word_embeddings,
-            max_position_embeddings: json.max_position_embeddings.unwrap_or(2048),
-            initializer_range: json.initializer_range.unwrap_or(0.02),
-            head_dim: json.head_dim,
-        }
-    }
-}
-
 impl LlamaConfig {
-    /// Reads and validates a `config.json`. Fields that it does not know are passed over.
+    /// Reads and validates a `config.json`.
     ///
     /// # Errors
-    /// The file cannot be read, is not such a configuration, or describes an impossible or unsupported model.
+    /// The file cannot be read, is not such a configuration, has settings that are not known here or not implemented, all of
+    /// which are named, or describes an impossible model.
     pub fn from_json_file(path: &Path) -> Result<Self, ConfigError> {
-        let text = files::read_to_string(path, MAX_CONFIG)?;
-        let malformed = |source| ConfigError::Malformed { path: path.to_path_buf(), source };
-        let unsupported: Unsupported = serde_json::from_str(&text).map_err(malformed)?;
-        let config: Self = serde_json::from_str(&text).map_err(malformed)?;
-        unsupported.check()?;
+        Ok(Self::read_json_file(path)?.0)
+    }
+
+    /// [`LlamaConfig::from_json_file`], and all that the file says.
+    pub(crate) fn read_json_file(path: &Path) -> Result<(Self, Map<String, Value>), ConfigError> {
+        let json = read_object(path, MAX_CONFIG)?;
+        let json =
+            json.map_err(|source| ConfigError::Malformed { path: Some(path.to_path_buf()), source })?;
+        let config = json::read(&json, Some(path))?;
         config.validate()?;
-        Ok(config)
+        Ok((config, json))
     }
 
     /// Width of an attention head. The configuration must be valid.
@@ -174,46 +138,12 @@ impl LlamaConfig {
     }
 }
 
-/// Fields that would change the arithmetic of a model: to pass over these would train another model in
-/// silence.
-#[derive(Deserialize)]
-struct Unsupported {
-    model_type: Option<String>,
-    hidden_act: Option<String>,
-    partial_rotary_factor: Option<f64>,
-    #[serde(default)]
-    attention_bias: bool,
-    #[serde(default)]
-    mlp_bias: bool,
-    rope_scaling: Option<RopeKind>,
-    rope_parameters: Option<RopeKind>,
-}
+impl TryFrom<Map<String, Value>> for LlamaConfig {
+    type Error = ConfigError;
 
-#[derive(Deserialize)]
-struct RopeKind {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-}
-
-impl Unsupported {
-    fn check(self) -> Result<(), ConfigError> {
-        let rope = |kind: Option<RopeKind>| kind.and_then(|kind| kind.rope_type);
-        let bias = |set: bool| set.then(|| "true".to_owned());
-        let partial = self.partial_rotary_factor.filter(|&factor| factor != 1.0);
-        for (field, value, supported) in [
-            ("model_type", self.model_type, "llama"),
-            ("partial_rotary_factor", partial.map(|factor| factor.to_string()), "1"),
-            ("hidden_act", self.hidden_act, "silu"),
-            ("attention_bias", bias(self.attention_bias), "false"),
-            ("mlp_bias", bias(self.mlp_bias), "false"),
-            ("rope_scaling", rope(self.rope_scaling), "default"),
-            ("rope_parameters", rope(self.rope_parameters), "default"),
-        ] {
-            if let Some(value) = value.filter(|value| value != supported) {
-                return Err(ConfigError::Unsupported { field, value, supported });
-            }
-        }
-        Ok(())
+    /// What a `config.json` says, not yet validated.
+    fn try_from(json: Map<String, Value>) -> Result<Self, ConfigError> {
+        json::read(&json, None)
     }
 }
 
@@ -224,10 +154,10 @@ pub enum ConfigError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not such a configuration.
-    #[error("`{}` is not a Llama configuration: {}", .path.display(), said(.source))]
+    #[error("{}not a Llama configuration: {}", .path.as_ref().map_or(String::new(), |path| format!("`{}` is ", path.display())), said(.source))]
     Malformed {
-        /// The file.
-        path: PathBuf,
+        /// The file, where there is one.
+        path: Option<PathBuf>,
         /// What is wrong, and where.
         source: serde_json::Error,
     },
@@ -291,16 +221,22 @@ pub enum ConfigError {
         /// Its value.
         value: f64,
     },
-    /// A variant of the architecture that is not implemented.
-    #[error("{field} is `{}`: only `{supported}` is supported", brief(.value))]
-    Unsupported {
-        /// Which field.
+    /// A model of another architecture.
+    #[error(
+        "{}{field} is {value}: Llama models are read (model_type `llama`)",
+        .path.as_ref().map_or(String::new(), |path| format!("`{}`: ", path.display()))
+    )]
+    OtherKind {
+        /// The file, where there is one.
+        path: Option<PathBuf>,
+        /// The field that says so.
         field: &'static str,
         /// Its value.
         value: String,
-        /// The value that is implemented.
-        supported: &'static str,
     },
+    /// Settings that would compute something else.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
 }
 
 #[cfg(test)]
@@ -326,18 +262,18 @@ mod tests {
         }
     }
 
-    fn read(json: &str) -> Result<LlamaConfig, ConfigError> {
+    pub(super) fn read(json: &str) -> Result<LlamaConfig, ConfigError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         fs::write(&path, json).unwrap();
         LlamaConfig::from_json_file(&path)
     }
 
-    const MINIMAL: &str = r#""hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+    pub(super) const MINIMAL: &str = r#""hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
         "num_attention_heads": 4, "vocab_size": 256"#;
 
     #[test]
-    fn a_full_file_is_read_and_the_rest_passed_over() {
+    fn a_full_file_is_read() {
         let config = read(
             r#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
                 "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
@@ -369,8 +305,6 @@ mod tests {
         assert_eq!((config.num_key_value_heads, config.head_dim()), (4, 32));
         assert_eq!((config.rms_norm_eps, config.rope_theta), (1e-6, 10_000.0));
         assert_eq!((config.tie_word_embeddings, config.max_position_embeddings), (false, 2048));
-        let nested = r#""rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}"#;
-        assert_eq!(read(&format!("{{{MINIMAL}, {nested}}}")).unwrap().rope_theta, 500_000.0);
         let explicit = read(&format!("{{{MINIMAL}, \"head_dim\": 48}}")).unwrap();
         assert_eq!(explicit.head_dim(), 48);
     }
@@ -416,26 +350,6 @@ mod tests {
             message(|c| c.rms_norm_eps = f64::NAN),
             "rms_norm_eps is NaN: it must be finite and positive"
         );
-    }
-
-    #[test]
-    fn variants_that_compute_something_else_are_refused() {
-        for (field, message) in [
-            (r#""hidden_act": "gelu""#, "hidden_act is `gelu`: only `silu` is supported"),
-            (r#""model_type": "qwen2""#, "model_type is `qwen2`: only `llama` is supported"),
-            (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor is `0.5`: only `1` is supported"),
-            (r#""mlp_bias": true"#, "mlp_bias is `true`: only `false` is supported"),
-            (
-                r#""rope_scaling": {"rope_type": "llama3", "factor": 8.0}"#,
-                "rope_scaling is `llama3`: only `default` is supported",
-            ),
-            (
-                r#""rope_scaling": {"type": "linear", "factor": 2.0}"#,
-                "rope_scaling is `linear`: only `default` is supported",
-            ),
-        ] {
-            assert_eq!(read(&format!("{{{MINIMAL}, {field}}}")).unwrap_err().to_string(), message);
-        }
     }
 
     #[test]

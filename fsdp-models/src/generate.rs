@@ -24,14 +24,14 @@ pub struct Sampling {
     pub top_p: f64,
     /// Key of the choices: the same seed, prompt and model give the same completion.
     pub seed: u64,
-    /// Ends a completion, and is not a part of it.
-    pub eos: Option<u32>,
+    /// Each of them ends a completion, and is not a part of it: [`Tokenizer::ends`](crate::Tokenizer::ends).
+    pub ends: Vec<u32>,
 }
 
 impl Default for Sampling {
     /// 32 tokens at temperature 0.8, of the 50 likeliest those that make up 0.95, seed 0, no end.
     fn default() -> Self {
-        Sampling { max_tokens: 32, temperature: 0.8, top_k: Some(50), top_p: 0.95, seed: 0, eos: None }
+        Sampling { max_tokens: 32, temperature: 0.8, top_k: Some(50), top_p: 0.95, seed: 0, ends: Vec::new() }
     }
 }
 
@@ -131,7 +131,7 @@ pub fn generate(model: &Fsdp<Llama>, prompt: &[u32], sampling: &Sampling) -> cra
         let logits: Tensor = model.evaluate(&input)?;
         let last = logits.narrow(1, ids.len() - 1, 1)?.flatten_all()?.to_dtype(DType::F32)?;
         let next = sampling.choose(&last.to_vec1()?, ids.len())?;
-        if sampling.eos == Some(next) {
+        if sampling.ends.contains(&next) {
             break;
         }
         ids.push(next);
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     const PLAIN: Sampling =
-        Sampling { max_tokens: 8, temperature: 1.0, top_k: None, top_p: 1.0, seed: 7, eos: None };
+        Sampling { max_tokens: 8, temperature: 1.0, top_k: None, top_p: 1.0, seed: 7, ends: Vec::new() };
 
     /// Logits of the probabilities 0.4, 0.1, 0.3, 0.2.
     fn logits() -> Vec<f32> {

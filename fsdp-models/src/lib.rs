@@ -13,6 +13,7 @@ pub mod paths;
 pub mod pretrained;
 mod product;
 mod random;
+pub mod settings;
 pub mod tokenizer;
 pub mod trainer;
 

@@ -71,7 +71,7 @@ fn text_survives_a_gguf_tokenizer_and_nothing_is_put_before_it() {
 fn digits_are_cut_as_the_file_says() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    for (pre, expected) in [("gpt-2", 1), ("smollm", 2), ("llama-bpe", 1)] {
+    for (pre, expected) in [("gpt-2", 1), ("smollm", 2), ("llama-bpe", 1), ("llama3", 1), ("gpt2", 1)] {
         write_gguf(&path, |metadata| replace(metadata, "tokenizer.ggml.pre", Value::String(pre.into())));
         assert_eq!(Tokenizer::open(&path).unwrap().encode("12").unwrap().len(), expected, "{pre}");
     }
@@ -122,16 +122,223 @@ fn a_gguf_tokenizer_is_saved_as_a_directory_that_gives_the_same_tokens() {
     assert!(error.starts_with("cannot write"), "{error}");
 }
 
+/// llama.cpp's rules for what a file leaves out: `llama-bpe` begins every prompt with a token, and takes words that are in the
+/// vocabulary whole.
+#[test]
+fn what_a_gguf_file_leaves_out_is_as_in_llama_cpp() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let open = |pre: &str, change: &dyn Fn(&mut Vec<(&'static str, Value)>)| {
+        write_gguf(&path, |metadata| {
+            metadata.retain(|(key, _)| *key != "tokenizer.ggml.add_bos_token");
+            replace(metadata, "tokenizer.ggml.pre", Value::String(pre.into()));
+            change(metadata);
+        });
+        Tokenizer::open(&path)
+    };
+    let prompt = |pre: &str, change: &dyn Fn(&mut Vec<(&'static str, Value)>)| {
+        open(pre, change).unwrap().encode_prompt("b").unwrap()
+    };
+    let b = open("gpt-2", &|_| {}).unwrap().token("b").unwrap();
+    for (pre, begins) in
+        [("llama-bpe", true), ("llama3", true), ("llama-v3", true), ("gpt-2", false), ("smollm", false)]
+    {
+        let expected = if begins { vec![258, b] } else { vec![b] };
+        assert_eq!(prompt(pre, &|_| {}), expected, "{pre}");
+        assert_eq!(open(pre, &|_| {}).unwrap().encode("b").unwrap(), [b], "{pre}");
+        for said in [true, false] {
+            let expected = if said { vec![258, b] } else { vec![b] };
+            let say =
+                |metadata: &mut Vec<_>| metadata.push(("tokenizer.ggml.add_bos_token", Value::Bool(said)));
+            assert_eq!(prompt(pre, &say), expected, "{pre} {said}");
+        }
+        let end = |metadata: &mut Vec<_>| metadata.push(("tokenizer.ggml.add_eos_token", Value::Bool(true)));
+        assert_eq!(prompt(pre, &end).last(), Some(&259), "{pre}");
+        // A word of the vocabulary that no merge leads to.
+        let word = |metadata: &mut Vec<(&'static str, Value)>| {
+            let Some((_, Value::Array(tokens))) =
+                metadata.iter_mut().find(|(key, _)| *key == "tokenizer.ggml.tokens")
+            else {
+                unreachable!();
+            };
+            tokens[257] = Value::String("bbb".into());
+            replace(metadata, "tokenizer.ggml.merges", Value::Array(vec![Value::String("Ġ a".into())]));
+        };
+        let whole = open(pre, &word).unwrap().encode("bbb").unwrap();
+        assert_eq!(whole, if begins { vec![257] } else { vec![b; 3] }, "{pre}");
+    }
+    let without = |metadata: &mut Vec<(&'static str, Value)>| {
+        metadata.retain(|(key, _)| !key.ends_with("bos_token_id"))
+    };
+    open("smollm", &without).unwrap();
+    let message = open("llama-bpe", &without).unwrap_err().to_string();
+    assert!(
+        message.ends_with(
+            "a token is added to every prompt, and `tokenizer.ggml.bos_token_id` does not say which"
+        ),
+        "{message}"
+    );
+    let unknown =
+        |metadata: &mut Vec<_>| metadata.push(("tokenizer.ggml.normalizer.lowercase", Value::Bool(true)));
+    let message = open("gpt-2", &unknown).unwrap_err().to_string();
+    assert!(message.contains("unknown setting `tokenizer.ggml.normalizer.lowercase` (true): "), "{message}");
+}
+
+/// A directory with a tokenizer whose tokens are bytes, changed.
+fn write_json(dir: &Path, change: impl FnOnce(&mut serde_json::Value)) {
+    let vocab = vocabulary().into_iter().zip(0..).collect::<tokenizers::models::bpe::Vocab>();
+    let mut inner =
+        tokenizers::Tokenizer::new(BPE::builder().vocab_and_merges(vocab, vec![]).build().unwrap());
+    inner.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+    let mut json = serde_json::from_str(&inner.to_string(false).unwrap()).unwrap();
+    change(&mut json);
+    fs::write(dir.join("tokenizer.json"), json.to_string()).unwrap();
+}
+
+#[test]
+fn what_a_file_says_of_truncation_and_padding_cuts_no_text_short_and_is_saved_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "no text is cut short ".repeat(450);
+    let truncation = |length: u64, side: &str| json!({"direction": side, "max_length": length, "strategy": "LongestFirst", "stride": 0});
+    let padding = |strategy: serde_json::Value, multiple: Option<u64>| {
+        json!({"strategy": strategy, "direction": "Left", "pad_to_multiple_of": multiple, "pad_id": 0, "pad_type_id": 0,
+               "pad_token": "!"})
+    };
+    for (truncation, padding) in [
+        (truncation(32, "Right"), json!(null)),
+        (truncation(1, "Left"), padding(json!("BatchLongest"), Some(8))),
+        (json!(null), padding(json!({"Fixed": 20_000}), None)),
+        (json!(null), padding(json!({"Fixed": 1u64 << 40}), Some(1 << 62))),
+    ] {
+        write_json(dir.path(), |json| {
+            json["truncation"] = truncation.clone();
+            json["padding"] = padding.clone();
+        });
+        let tokenizer = Tokenizer::open(dir.path()).unwrap();
+        for ids in [tokenizer.encode(&text).unwrap(), tokenizer.encode_prompt(&text).unwrap()] {
+            assert_eq!(ids.len(), text.len());
+            assert!(ids.chunks(21).all(|part| part == &ids[..21]), "the text is a repetition of 21 bytes");
+        }
+        let saved = tempfile::tempdir().unwrap();
+        tokenizer.save(saved.path()).unwrap();
+        let json: serde_json::Value =
+            serde_json::from_slice(&fs::read(saved.path().join("tokenizer.json")).unwrap()).unwrap();
+        assert_eq!((&json["truncation"], &json["padding"]), (&truncation, &padding));
+        assert_eq!(Tokenizer::open(saved.path()).unwrap().encode(&text).unwrap().len(), text.len());
+    }
+}
+
+#[test]
+fn settings_that_would_cut_text_in_another_way_are_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let message = || Tokenizer::open(dir.path()).unwrap_err().to_string();
+    write_json(dir.path(), |json| {
+        json["lattice"] = json!({"beam": 4});
+        json["model"]["dropout"] = json!(0.1);
+        json["model"]["smoothing"] = json!(true);
+    });
+    let expected = format!(
+        "`{}`: model.dropout is 0.1: only 0 is supported; unknown settings `lattice` (a map of 1), `model.smoothing` (true): they may \
+         change what the file means; if they do not, remove them",
+        dir.path().join("tokenizer.json").display()
+    );
+    assert_eq!(message(), expected);
+    write_json(dir.path(), |json| json["model"]["dropout"] = json!(0.0));
+    let config = |text: &str| fs::write(dir.path().join("tokenizer_config.json"), text).unwrap();
+    for (text, expected) in [
+        (r#"{"split_special_tokens": true}"#, "split_special_tokens is true: only false is supported"),
+        (
+            r#"{"do_lower_case": true, "use_fast": true, "padding": "max_length"}"#,
+            "unknown setting `do_lower_case` (true): ",
+        ),
+        (
+            r#"{"added_tokens_decoder": {"258": {"content": "<s>"}, "300": {"content": "<tool>"}}}"#,
+            "its `added_tokens_decoder` has a token 300 that tokenizer.json does not have so",
+        ),
+        (
+            r#"{"added_tokens_decoder": {"257": {"content": "<s>"}}}"#,
+            "its `added_tokens_decoder` has a token 257 that tokenizer.json does not have so",
+        ),
+    ] {
+        config(text);
+        let message = message();
+        assert!(message.contains("tokenizer_config.json`") && message.contains(expected), "{message}");
+    }
+    // What Hugging Face's libraries write for Llamas.
+    config(
+        r#"{"add_prefix_space": null, "added_tokens_decoder": {"258": {"content": "<s>", "lstrip": false, "special": true}},
+            "additional_special_tokens": ["<s>"], "backend": "tokenizers", "bos_token": "<s>", "chat_template": "{{ x }}",
+            "clean_up_tokenization_spaces": false, "do_lower_case": false, "eos_token": "</s>", "extra_special_tokens": {},
+            "is_local": true, "legacy": true, "model_input_names": ["input_ids"], "model_max_length": 1e30, "pad_token": "</s>",
+            "padding_side": "right", "sp_model_kwargs": {}, "spaces_between_special_tokens": false, "split_special_tokens": false,
+            "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": null, "use_default_system_prompt": false,
+            "vocab_size": 49152}"#,
+    );
+    assert_eq!(Tokenizer::open(dir.path()).unwrap().bos(), Some(258));
+}
+
+/// As in `transformers` 5.24: where one of the two is said, what `tokenizer.json` puts around a text does not count.
+#[test]
+fn what_the_configuration_adds_to_a_prompt_counts_before_the_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let template = |token: &str| {
+        let piece = json!({"SpecialToken": {"id": token, "type_id": 0}});
+        json!({"type": "TemplateProcessing", "single": [piece, {"Sequence": {"id": "A", "type_id": 0}}],
+               "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+               "special_tokens": {token: {"id": token, "ids": [258], "tokens": [token]}}})
+    };
+    for (config, templated, plain) in [
+        (json!({}), vec![258, 65], vec![65]),
+        (json!({"add_bos_token": true}), vec![258, 65], vec![258, 65]),
+        (json!({"add_bos_token": false}), vec![65], vec![65]),
+        (json!({"add_bos_token": true, "add_eos_token": true}), vec![258, 65, 259], vec![258, 65, 259]),
+        (json!({"add_eos_token": true}), vec![65, 259], vec![65, 259]),
+    ] {
+        let mut config = config;
+        config["bos_token"] = json!("<s>");
+        config["eos_token"] = json!({"content": "</s>"});
+        fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        for (template, mut expected) in [(template("<s>"), templated), (json!(null), plain)] {
+            write_json(dir.path(), |json| json["post_processor"] = template);
+            let tokenizer = Tokenizer::open(dir.path()).unwrap();
+            let a = tokenizer.token("a").unwrap();
+            expected.iter_mut().filter(|id| **id == 65).for_each(|id| *id = a);
+            assert_eq!(tokenizer.encode_prompt("a").unwrap(), expected, "{config}");
+            assert_eq!(tokenizer.encode("a").unwrap(), [a]);
+        }
+    }
+}
+
+#[test]
+fn everything_that_ends_a_text_is_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    write_gguf(&path, |metadata| metadata.push(("tokenizer.ggml.eot_token_id", Value::U32(256))));
+    let tokenizer = Tokenizer::open(&path).unwrap();
+    assert_eq!((tokenizer.eos(), tokenizer.ends()), (Some(259), &[256, 259][..]));
+
+    write_json(dir.path(), |_| {});
+    let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+    let ends = || Tokenizer::open(dir.path()).unwrap().ends().to_vec();
+    assert_eq!(ends(), [0u32; 0]);
+    write("config.json", r#"{"model_type": "qwen2", "eos_token_id": [7, 8]}"#);
+    assert_eq!(ends(), [7, 8]);
+    write("generation_config.json", r#"{"max_length": 20}"#);
+    assert_eq!(ends(), [7, 8]);
+    write("generation_config.json", r#"{"eos_token_id": [257, 258, 257]}"#);
+    assert_eq!(ends(), [257, 258]);
+    write("tokenizer_config.json", r#"{"eos_token": "</s>"}"#);
+    assert_eq!(ends(), [257, 258, 259]);
+    write("generation_config.json", "{\"eos_token_id\": ");
+    let message = Tokenizer::open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("generation_config.json` is not a JSON object: "), "{message}");
+}
+
 #[test]
 fn what_ends_a_text_is_found_beside_the_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
-    let vocab = vocabulary().into_iter().zip(0..).collect::<std::collections::HashMap<String, u32>>();
-    let bpe = BPE::builder()
-        .vocab_and_merges(vocab.into_iter().collect::<tokenizers::models::bpe::Vocab>(), vec![]);
-    let mut inner = tokenizers::Tokenizer::new(bpe.build().unwrap());
-    inner.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
-    write("tokenizer.json", &inner.to_string(false).unwrap());
+    write_json(dir.path(), |_| {});
     let eos = || Tokenizer::open(dir.path()).unwrap().eos();
     assert_eq!(eos(), None);
     write("config.json", r#"{"eos_token_id": [7, 8]}"#);

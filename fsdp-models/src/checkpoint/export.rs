@@ -5,12 +5,11 @@ use std::fs;
 use std::path::Path;
 
 use fsdp::checkpoint::{Checkpoint, CheckpointError, INDEX_FILE, MODEL, StoredDtype};
-use fsdp::files::{self, FoundTensor, Mismatch, TensorFileError};
+use fsdp::files::{FoundTensor, Mismatch, TensorFileError};
 use fsdp::spec::Dtype;
 use serde_json::{Map, Value};
 
 use crate::LlamaConfig;
-use crate::config::{ConfigError, MAX_CONFIG};
 use crate::lora::adapter_of;
 use crate::paths::Paths;
 use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
@@ -166,10 +165,7 @@ fn config(
     checkpoint: &Checkpoint,
     tensors: &[StoredTensor],
 ) -> crate::Result<Map<String, Value>> {
-    let config = LlamaConfig::from_json_file(path)?;
-    let text = files::read(path, MAX_CONFIG)?;
-    let malformed = |source| ConfigError::Malformed { path: path.to_path_buf(), source };
-    let mut json: Map<String, Value> = serde_json::from_slice(&text).map_err(malformed)?;
+    let (config, mut json) = LlamaConfig::read_json_file(path)?;
     let params = params_of(&config)?;
     let expected: Vec<_> = params.iter().flat_map(|spec| spec.tensors()).collect();
     let expected = expected.iter().map(|tensor| (tensor.name, tensor.shape.as_slice()));

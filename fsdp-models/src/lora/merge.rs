@@ -10,7 +10,7 @@ use fsdp::spec::ParamSpec;
 
 use super::adapter_of;
 use crate::llama::Llama;
-use crate::pretrained::{Pretrained, SaveOptions, save_shown};
+use crate::pretrained::{Pretrained, SaveOptions};
 
 /// Shows every parameter of the plain model whole to `visit`, in f32, on every rank: where there is an adapter,
 /// `weight + (alpha / rank) B A`. The adapters themselves are not shown. Every rank must call it.
@@ -62,8 +62,8 @@ impl Pretrained {
         options: &SaveOptions<'_>,
     ) -> crate::Result<()> {
         let params = model.layout().params.iter().filter(|spec| adapter_of(&spec.name).is_none());
-        let (params, config) = (params.collect::<Vec<_>>(), self.saved_config(options));
-        save_shown(model, &params, &config, dir, options, |visit| visit_merged_weights(model, visit))
+        let params: Vec<&ParamSpec> = params.collect();
+        self.save_plain(model, &params, dir, options, |visit| visit_merged_weights(model, visit))
     }
 }
 

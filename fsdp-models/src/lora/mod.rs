@@ -22,27 +22,21 @@
 
 mod merge;
 mod peft;
+mod targets;
 
-use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use fsdp::files::{FileError, TensorFileError, brief, listed, said};
+use fsdp::files::{FileError, TensorFileError, brief, brief_to, listed, said};
 use fsdp::{FullyShard, Init, Param};
 
 pub use merge::visit_merged_weights;
 pub use peft::{load_adapters, save_adapters};
+pub use targets::{HEAD, PROJECTIONS, Targets};
 
 use crate::layers::Linear;
 use crate::llama::Llama;
 use crate::paths::PathError;
-
-/// The projections of a block, which [`Targets::AllLinear`] adapts.
-pub const PROJECTIONS: [&str; 7] =
-    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-
-/// The output projection, which is adapted only if it is named.
-pub const HEAD: &str = "lm_head";
+use crate::settings::SettingsError;
 
 /// Where adapters go, and how large they are.
 #[derive(Clone, Debug, PartialEq)]
@@ -84,92 +78,34 @@ impl LoraConfig {
     }
 }
 
-/// Projections by the last part of their names.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Targets {
-    /// Every projection of every block: [`PROJECTIONS`].
-    AllLinear,
-    /// Those of these names, in every block: of [`PROJECTIONS`], and [`HEAD`] where it is not the embedding.
-    Named(Vec<String>),
-}
-
-impl Default for Targets {
-    /// `q_proj` and `v_proj`.
-    fn default() -> Self {
-        Targets::Named(["q_proj", "v_proj"].map(str::to_owned).to_vec())
-    }
-}
-
-impl Targets {
-    /// Their names.
-    pub fn names(&self) -> Vec<&str> {
-        match self {
-            Targets::AllLinear => PROJECTIONS.to_vec(),
-            Targets::Named(names) => names.iter().map(String::as_str).collect(),
-        }
-    }
-}
-
-impl fmt::Display for Targets {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Targets::AllLinear => f.write_str("all-linear"),
-            Targets::Named(names) => f.write_str(&names.join(",")),
-        }
-    }
-}
-
-impl FromStr for Targets {
-    type Err = LoraError;
-
-    /// `all-linear`, or names with commas between them.
-    fn from_str(text: &str) -> Result<Self, LoraError> {
-        if text == "all-linear" {
-            return Ok(Targets::AllLinear);
-        }
-        let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
-        check_names(&names, true)?;
-        Ok(Targets::Named(names))
-    }
-}
-
-fn check_names(names: &[String], head: bool) -> Result<(), LoraError> {
-    if names.is_empty() {
-        return Err(LoraError::NoTargets);
-    }
-    let known = |name: &str| PROJECTIONS.contains(&name) || (head && name == HEAD);
-    let unknown: Vec<String> = names.iter().filter(|name| !known(name)).cloned().collect();
-    if unknown.is_empty() { Ok(()) } else { Err(LoraError::UnknownTargets { unknown, head }) }
-}
-
 impl Llama {
     /// Freezes the model and puts adapters beside the projections that `config` names. To be called on every rank
     /// before the model is sharded, with the same configuration.
     ///
     /// # Errors
-    /// A rank of 0, an alpha or a dropout out of range, a name that is no projection of this model, or a model that
-    /// has adapters already or is sharded.
+    /// A rank of 0, an alpha or a dropout out of range, a name or a pattern that no projection of this model has, or a model
+    /// that has adapters already or is sharded.
     pub fn add_adapters(&mut self, config: &LoraConfig) -> Result<(), LoraError> {
         config.validate()?;
         if self.lora().is_some() {
             return Err(LoraError::Adapted);
         }
-        if let Targets::Named(names) = &config.targets {
-            check_names(names, self.layers_mut().1.is_some())?;
-        }
-        self.set_requires_grad(false)?;
-        let names = config.targets.names();
         let (blocks, head) = self.layers_mut();
-        for block in blocks {
+        let mut modules = Vec::new();
+        for (at, block) in blocks.iter_mut().enumerate() {
             let block = block.module_mut().ok_or(LoraError::Sharded)?;
-            for (name, projection) in block.projections_mut() {
-                if names.contains(&name) {
-                    projection.adapt(config);
-                }
-            }
+            modules.extend(block.projections_mut().map(|(name, _)| targets::module(at, name)));
         }
-        if let Some(head) = head.filter(|_| names.contains(&HEAD)) {
-            head.adapt(config);
+        modules.extend(head.map(|_| HEAD.to_owned()));
+        let adapted = config.targets.among(&modules)?;
+        self.set_requires_grad(false)?;
+        let (blocks, head) = self.layers_mut();
+        let blocks = blocks.iter_mut().filter_map(|block| block.module_mut());
+        let projections = blocks.flat_map(|block| block.projections_mut().map(|(_, projection)| projection));
+        for (projection, adapted) in projections.chain(head).zip(adapted) {
+            if adapted {
+                projection.adapt(config);
+            }
         }
         self.set_lora(config.clone());
         Ok(())
@@ -224,6 +160,14 @@ pub enum LoraError {
         /// The model has a head that is not the embedding.
         head: bool,
     },
+    /// A pattern that is none, or that no projection has.
+    #[error("the pattern `{}` of the adapted modules {}", brief_to(.pattern, 200), said(.reason))]
+    Pattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Adapters are added once.
     #[error("the model has adapters already")]
     Adapted,
@@ -244,6 +188,9 @@ pub enum LoraError {
     /// A place to write to.
     #[error(transparent)]
     Path(#[from] PathError),
+    /// Settings of an adapter of another kind.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     /// A file that cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
@@ -337,6 +284,70 @@ mod tests {
         );
         assert!(message(&[], true).starts_with("no projection is named: expected q_proj, "));
         assert!("q_proj,".parse::<Targets>().unwrap_err().to_string().starts_with("`` is no projection"));
+    }
+
+    /// Modules as PEFT's `check_target_module_exists` finds them: by the whole name or what follows a dot, or by a pattern that
+    /// matches the whole name.
+    #[test]
+    fn modules_are_found_by_whole_names_by_their_ends_and_by_patterns() {
+        let adapted = |targets: Targets| -> Vec<String> {
+            let mut model = model(false);
+            model.add_adapters(&LoraConfig { targets, ..LoraConfig::default() }).unwrap();
+            let parameters = model.parameters();
+            let halves = parameters.iter().filter_map(|(name, _)| adapter_of(name));
+            halves.filter(|(_, half)| *half == Half::A).map(|(module, _)| module.to_owned()).collect()
+        };
+        let named = |names: &[&str]| named(names).targets;
+        let pattern = |pattern: &str| Targets::Pattern(pattern.to_owned());
+        let of = |layers: &[usize], module: &str| -> Vec<String> {
+            layers.iter().map(|layer| format!("model.layers.{layer}.{module}")).collect()
+        };
+        for (targets, expected) in [
+            (named(&["model.layers.1.self_attn.q_proj"]), of(&[1], "self_attn.q_proj")),
+            (named(&["self_attn.q_proj"]), of(&[0, 1], "self_attn.q_proj")),
+            (
+                named(&["0.mlp.down_proj", "lm_head"]),
+                [of(&[0], "mlp.down_proj"), vec!["lm_head".into()]].concat(),
+            ),
+            (named(&["layers.0.mlp.up_proj", "up_proj"]), of(&[0, 1], "mlp.up_proj")),
+            (pattern(r".*\.0\.self_attn\.k_proj"), of(&[0], "self_attn.k_proj")),
+            (
+                pattern("model.layers.1.mlp.gate_proj|lm_head"),
+                [of(&[1], "mlp.gate_proj"), vec!["lm_head".into()]].concat(),
+            ),
+            (pattern(r"^(?!.*lm_head).*layers\.1.*\.(?P<kind>v)_proj$"), of(&[1], "self_attn.v_proj")),
+        ] {
+            assert_eq!(adapted(targets.clone()), expected, "{targets:?}");
+        }
+    }
+
+    #[test]
+    fn names_and_patterns_that_no_module_has_are_refused() {
+        let message = |targets| {
+            let config = LoraConfig { targets, ..LoraConfig::default() };
+            model(false).add_adapters(&config).unwrap_err().to_string()
+        };
+        let named = |names: &[&str]| named(names).targets;
+        for name in
+            ["attn.q_proj", "_proj", "layers.2.self_attn.q_proj", "mlp.q_proj", "q_proj.weight", "head"]
+        {
+            let message = message(named(&["v_proj", name]));
+            assert!(message.starts_with(&format!("`{name}` is no projection of the model: ")), "{message}");
+        }
+        for (pattern, reason) in [
+            ("q_proj", "matches no projection of the model"),
+            (".*q_pro", "matches no projection of the model"),
+            ("(q_proj", "is no regular expression: "),
+            (".*)|(q_proj", "is no regular expression: "),
+        ] {
+            let message = message(Targets::Pattern(pattern.to_owned()));
+            assert!(
+                message.starts_with(&format!("the pattern `{pattern}` of the adapted modules {reason}")),
+                "{message}"
+            );
+        }
+        let long = message(Targets::Named((0..5000).map(|at| format!("{at}{}", "x".repeat(900))).collect()));
+        assert!(long.len() < 2000 && long.contains(" more are no projection"), "{long}");
     }
 
     #[test]

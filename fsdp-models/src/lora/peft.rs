@@ -1,19 +1,22 @@
 //! Adapters alone, as the files of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
 
 use fsdp::Fsdp;
 use fsdp::engine::Access;
-use fsdp::files::{self, AtomicFile, FileError, TensorFile, save_f32};
-use fsdp::spec::ParamSpec;
+use fsdp::files::{AtomicFile, FileError, TensorFile, save_f32};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use super::{LoraConfig, LoraError, Targets, adapter_of};
+use super::{LoraConfig, LoraError, PROJECTIONS, Targets, adapter_of};
 use crate::config::MAX_CONFIG;
 use crate::llama::Llama;
 use crate::paths::check_model_dir;
+use crate::pretrained::LoadReport;
+use crate::settings::{Known, Plain, Setting, Table, read_object};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -59,19 +62,43 @@ pub fn save_adapters(model: &Fsdp<Llama>, dir: &Path, base: Option<&str>) -> Res
 /// Sets the adapters of a sharded model to those of a directory of PEFT's. The model must have adapters of the same
 /// shapes on the same projections: add them by [`LoraConfig::from_peft`]. Every rank must call it.
 ///
+/// PEFT saves an embedding or a head whole beside its adapters, for instance where the head is adapted. The weights of the model
+/// are set to such ones too, as by PEFT, and the report names them.
+///
 /// # Errors
 /// A model without adapters; a file that cannot be read or whose tensors are others, naming all of them.
-pub fn load_adapters(model: &Fsdp<Llama>, dir: &Path) -> Result<(), LoraError> {
+pub fn load_adapters(model: &Fsdp<Llama>, dir: &Path) -> Result<LoadReport, LoraError> {
     model.module().lora().ok_or(LoraError::NotAdapted)?;
     let file = TensorFile::open(&dir.join(TENSORS))?;
-    let adapters = model.layout().params.iter().filter(|spec| adapter_of(&spec.name).is_some());
-    let named: Vec<(String, &ParamSpec)> =
-        adapters.map(|spec| (format!("{PREFIX}{}", spec.name), spec)).collect();
-    file.check(named.iter().map(|(name, spec)| (name.as_str(), spec.shape.as_slice())))?;
+    let mut sources: BTreeMap<&str, String> = BTreeMap::new();
+    let mut expected: Vec<(&str, &[usize])> = Vec::new();
+    let mut report = LoadReport::default();
+    for spec in &model.layout().params {
+        let name = format!("{PREFIX}{}", spec.name);
+        let wrapped =
+            spec.name.strip_suffix(".weight").map(|module| format!("{PREFIX}{module}.base_layer.weight"));
+        let source = if adapter_of(&spec.name).is_some() {
+            name
+        } else {
+            let whole = wrapped.into_iter().chain([name]).find(|name| file.info(name).is_some());
+            let Some(whole) = whole else { continue };
+            report.notes.push(format!("{} was set as well: the file has it whole", spec.name));
+            whole
+        };
+        sources.insert(&spec.name, source);
+    }
+    for spec in &model.layout().params {
+        if let Some(source) = sources.get(spec.name.as_str()) {
+            expected.push((source, &spec.shape));
+        }
+    }
+    file.check(expected.iter().copied())?;
+    report.loaded = expected.len();
     for unit in &model.layout().units {
         model.with_full_params(&unit.path, Access::Write, |params| {
-            for param in params.iter_mut().filter(|param| adapter_of(&param.spec.name).is_some()) {
-                let read = file.read_range_f32(&format!("{PREFIX}{}", param.spec.name), 0, &mut param.values);
+            for param in params.iter_mut() {
+                let Some(source) = sources.get(param.spec.name.as_str()) else { continue };
+                let read = file.read_range_f32(source, 0, &mut param.values);
                 read.map_err(|error| fsdp::Error::Param {
                     param: param.spec.name.clone(),
                     message: error.to_string(),
@@ -80,37 +107,83 @@ pub fn load_adapters(model: &Fsdp<Llama>, dir: &Path) -> Result<(), LoraError> {
             Ok(())
         })?;
     }
-    Ok(())
+    Ok(report)
 }
 
 impl LoraConfig {
     /// The configuration of the adapters in a directory of PEFT's.
     ///
     /// # Errors
-    /// The directory has no `adapter_config.json`, or it tells of adapters of a kind that is not implemented: other
-    /// than plain LoRA, with biases, with other modules saved whole, or with ranks of their own.
+    /// The directory has no `adapter_config.json`, or one of adapters of a kind that is not implemented (other than plain LoRA,
+    /// with biases, with other modules saved whole, with ranks of their own), or with settings that are not known here: all of them
+    /// are named.
     pub fn from_peft(dir: &Path) -> Result<LoraConfig, LoraError> {
         let path = dir.join(CONFIG);
-        let text = files::read_to_string(&path, MAX_CONFIG)?;
         let refused = |reason: String| LoraError::Peft { path: path.clone(), reason };
-        let read: Read = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
-        if let Some((field, value, expected)) = read.unsupported() {
-            return Err(refused(format!("{field} is {value}: only {expected} is supported")));
-        }
-        let targets = match read.target_modules {
-            Modules::List(names) => Targets::Named(names),
-            Modules::Pattern(name) if name == "all-linear" => Targets::AllLinear,
-            Modules::Pattern(pattern) => {
+        let json = read_object(&path, MAX_CONFIG)?.map_err(|error| refused(error.to_string()))?;
+        // Another kind has other settings.
+        TABLE.check(json.iter().filter(|(name, _)| *name == "peft_type")).into_result(Some(&path))?;
+        TABLE.check(json.iter()).into_result(Some(&path))?;
+        let targets = match json.get("target_modules") {
+            Some(Value::String(text)) if text.eq_ignore_ascii_case("all-linear") => Targets::AllLinear,
+            Some(Value::String(pattern)) => Targets::Pattern(pattern.clone()),
+            Some(Value::Array(names)) if names.iter().all(Value::is_string) => {
+                Targets::Named(names.iter().filter_map(Value::as_str).map(str::to_owned).collect())
+            }
+            other => {
+                let found = other.map_or("missing".to_owned(), Setting::shown);
                 return Err(refused(format!(
-                    "target_modules is the pattern `{pattern}`: only a list of names is supported"
+                    "target_modules is {found}: expected a list of names or a pattern"
                 )));
             }
         };
+        let read: Read =
+            serde_json::from_value(Value::Object(json)).map_err(|error| refused(error.to_string()))?;
         let config = LoraConfig { rank: read.r, alpha: read.lora_alpha, targets, dropout: read.lora_dropout };
         config.validate()?;
         Ok(config)
     }
 }
+
+/// What an `adapter_config.json` may say. PEFT writes every setting that it has, most of them as null, false or empty.
+const TABLE: Table = Table {
+    known: &[
+        Known::Only("peft_type", &[Plain::Text("LORA")]),
+        Known::Read(&["lora_alpha", "lora_dropout", "r", "target_modules"]),
+        Known::Only("alora_invocation_tokens", &[Plain::Unset]),
+        Known::Only("alpha_pattern", &[Plain::Unset]),
+        Known::Only("bias", &[Plain::Text("none")]),
+        Known::Only("exclude_modules", &[Plain::Unset]),
+        Known::Only("fan_in_fan_out", &[Plain::Bool(false)]),
+        // The other ways to begin change the weights of the model, which the adapters are then no part beside.
+        Known::Only(
+            "init_lora_weights",
+            &[Plain::Bool(true), Plain::Bool(false), Plain::Text("gaussian"), Plain::Text("orthogonal")],
+        ),
+        Known::Only("layer_replication", &[Plain::Unset]),
+        Known::Only("layers_to_transform", &[Plain::Unset]),
+        Known::Only("lora_bias", &[Plain::Bool(false)]),
+        Known::Only("modules_to_save", &[Plain::Unset]),
+        Known::Only("rank_pattern", &[Plain::Unset]),
+        Known::Only("target_parameters", &[Plain::Unset]),
+        Known::Only("trainable_token_indices", &[Plain::Unset]),
+        Known::Only("use_dora", &[Plain::Bool(false)]),
+        Known::Only("use_qalora", &[Plain::Bool(false)]),
+        Known::Only("use_rslora", &[Plain::Bool(false)]),
+        // Where the file and its model come from, and what it is for.
+        Known::Ignored(&[
+            "auto_mapping",
+            "base_model_name_or_path",
+            "inference_mode",
+            "peft_version",
+            "revision",
+            "task_type",
+        ]),
+        // Of settings that are not set: layers that are picked, QALoRA, Megatron's configuration.
+        Known::Ignored(&["layers_pattern", "megatron_core", "qalora_group_size"]),
+    ],
+    off_is_unset: true,
+};
 
 /// `adapter_config.json` as it is written.
 #[derive(Serialize)]
@@ -121,7 +194,7 @@ struct Saved<'a> {
     r: usize,
     lora_alpha: f64,
     lora_dropout: f64,
-    target_modules: Vec<&'a str>,
+    target_modules: Modules<'a>,
     bias: &'static str,
     fan_in_fan_out: bool,
     inference_mode: bool,
@@ -129,6 +202,13 @@ struct Saved<'a> {
     modules_to_save: Option<()>,
     use_dora: bool,
     use_rslora: bool,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Modules<'a> {
+    List(Vec<&'a str>),
+    Pattern(&'a str),
 }
 
 impl<'a> Saved<'a> {
@@ -140,7 +220,11 @@ impl<'a> Saved<'a> {
             r: lora.rank,
             lora_alpha: lora.alpha,
             lora_dropout: lora.dropout,
-            target_modules: lora.targets.names(),
+            target_modules: match &lora.targets {
+                Targets::AllLinear => Modules::List(PROJECTIONS.to_vec()),
+                Targets::Named(names) => Modules::List(names.iter().map(String::as_str).collect()),
+                Targets::Pattern(pattern) => Modules::Pattern(pattern),
+            },
             bias: "none",
             fan_in_fan_out: false,
             inference_mode: true,
@@ -152,54 +236,15 @@ impl<'a> Saved<'a> {
     }
 }
 
-/// `adapter_config.json` as it is read: what matters to the arithmetic.
+/// `adapter_config.json` as it is read, but for the modules.
 #[derive(Deserialize)]
 struct Read {
-    peft_type: String,
+    #[serde(rename = "peft_type")]
+    _kind: String,
     r: usize,
     lora_alpha: f64,
     #[serde(default)]
     lora_dropout: f64,
-    target_modules: Modules,
-    bias: Option<String>,
-    #[serde(default)]
-    fan_in_fan_out: bool,
-    #[serde(default)]
-    use_dora: bool,
-    #[serde(default)]
-    use_rslora: bool,
-    modules_to_save: Option<Vec<String>>,
-    layers_to_transform: Option<serde_json::Value>,
-    rank_pattern: Option<serde_json::Map<String, serde_json::Value>>,
-    alpha_pattern: Option<serde_json::Map<String, serde_json::Value>>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Modules {
-    List(Vec<String>),
-    Pattern(String),
-}
-
-impl Read {
-    /// The first setting that is not implemented: its name, its value, what is.
-    fn unsupported(&self) -> Option<(&'static str, String, &'static str)> {
-        let filled = |map: &Option<serde_json::Map<_, _>>| map.as_ref().is_some_and(|map| !map.is_empty());
-        let bias = self.bias.as_deref().unwrap_or("none");
-        let checks = [
-            ("peft_type", format!("`{}`", self.peft_type), "`LORA`", self.peft_type != "LORA"),
-            ("bias", format!("`{bias}`"), "`none`", bias != "none"),
-            ("fan_in_fan_out", "true".into(), "false", self.fan_in_fan_out),
-            ("use_dora", "true".into(), "false", self.use_dora),
-            ("use_rslora", "true".into(), "false", self.use_rslora),
-            ("modules_to_save", "a list".into(), "null", self.modules_to_save.is_some()),
-            ("layers_to_transform", "given".into(), "null", self.layers_to_transform.is_some()),
-            ("rank_pattern", "given".into(), "none", filled(&self.rank_pattern)),
-            ("alpha_pattern", "given".into(), "none", filled(&self.alpha_pattern)),
-        ];
-        let found = checks.into_iter().find(|(.., refused)| *refused);
-        found.map(|(field, value, expected, _)| (field, value, expected))
-    }
 }
 
 #[cfg(test)]
@@ -216,9 +261,14 @@ mod tests {
     fn what_peft_writes_is_read() {
         let config = read(
             r#"{"alpha_pattern": {}, "auto_mapping": null, "base_model_name_or_path": "x", "bias": "none",
+                "alora_invocation_tokens": null, "arrow_config": null, "corda_config": null, "ensure_weight_tying": false,
+                "eva_config": null, "exclude_modules": null, "lora_bias": false, "lora_ga_config": null, "megatron_config": null,
+                "megatron_core": "megatron.core", "monteclora_config": null, "peft_version": "0.21.0", "qalora_group_size": 16,
+                "target_parameters": null, "trainable_token_indices": null, "use_bdlora": null, "use_qalora": false,
+                "velora_config": null, "layer_replication": null,
                 "fan_in_fan_out": false, "inference_mode": true, "init_lora_weights": true, "layers_pattern": null,
                 "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 32, "lora_dropout": 0.05,
-                "modules_to_save": null, "peft_type": "LORA", "r": 16, "rank_pattern": {}, "revision": null,
+                "modules_to_save": [], "peft_type": "LORA", "r": 16, "rank_pattern": {}, "revision": null,
                 "target_modules": ["gate_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": false,
                 "use_rslora": false}"#,
         )
@@ -229,7 +279,8 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        for targets in [Targets::default(), Targets::Named(vec!["lm_head".into()])] {
+        let [named, pattern] = ["lm_head", r".*\.0\..*_proj"].map(str::to_owned);
+        for targets in [Targets::default(), Targets::Named(vec![named]), Targets::Pattern(pattern)] {
             let config = LoraConfig { rank: 4, alpha: 8.5, targets, dropout: 0.25 };
             let json = serde_json::to_string(&Saved::of(&config, Some("base"))).unwrap();
             assert_eq!(read(&json).unwrap(), config);
@@ -249,14 +300,35 @@ mod tests {
         for (changed, expected) in [
             (r#", "bias": "all""#, "bias is `all`: only `none` is supported"),
             (r#", "use_dora": true"#, "use_dora is true: only false is supported"),
-            (r#", "modules_to_save": ["lm_head"]"#, "modules_to_save is a list: only null is supported"),
-            (r#", "rank_pattern": {"q_proj": 2}"#, "rank_pattern is given: only none is supported"),
+            (r#", "modules_to_save": ["lm_head"]"#, "modules_to_save is a list of 1: only null is supported"),
+            (r#", "rank_pattern": {"q_proj": 2}"#, "rank_pattern is a map of 1: only null is supported"),
+            (
+                r#", "alora_invocation_tokens": [4, 5]"#,
+                "alora_invocation_tokens is a list of 2: only null is supported",
+            ),
+            (r#", "layers_to_transform": 1"#, "layers_to_transform is 1: only null is supported"),
+            (
+                r#", "init_lora_weights": "pissa_niter_4""#,
+                "init_lora_weights is `pissa_niter_4`: only true, false, `gaussian`, `orthogonal` are supported",
+            ),
+            (
+                r#", "loftq_config": {"bits": 4}, "new_in_peft_1": true, "newer": false, "newest": null"#,
+                "unknown settings `loftq_config` (a map of 1), `new_in_peft_1` (true): they may change what the file means; if they do \
+                 not, remove them",
+            ),
         ] {
             let message = message(changed);
             assert!(message.ends_with(expected), "{message}");
         }
-        let pattern = read(r#"{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ".*_proj"}"#);
-        assert!(pattern.unwrap_err().to_string().contains("only a list of names"));
+        let modules = |modules: &str| {
+            read(&format!(r#"{{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": {modules}}}"#))
+        };
+        assert_eq!(modules("\".*_proj\"").unwrap().targets, Targets::Pattern(".*_proj".into()));
+        assert_eq!(modules("\"All-Linear\"").unwrap().targets, Targets::AllLinear);
+        for wrong in ["null", "[\"q_proj\", 3]", "{\"q_proj\": 1}"] {
+            let message = modules(wrong).unwrap_err().to_string();
+            assert!(message.ends_with(": expected a list of names or a pattern"), "{message}");
+        }
         let message = LoraConfig::from_peft(Path::new("no/such")).unwrap_err().to_string();
         assert!(message.starts_with("cannot read `no/such/adapter_config.json`: "), "{message}");
     }

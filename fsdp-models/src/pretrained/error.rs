@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use fsdp::files::{FileError, StoredDtype, brief, said};
 
+use crate::settings::SettingsError;
+
 /// What can be wrong with pretrained weights beyond what is wrong with one safetensors file.
 #[derive(Debug, thiserror::Error)]
 pub enum PretrainedError {
@@ -29,6 +31,17 @@ pub enum PretrainedError {
         key: String,
         /// What came and what was expected.
         reason: String,
+    },
+    /// Settings that would make another model of it.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    /// A file beside the weights that cannot be understood.
+    #[error("`{}` is not a JSON object: {}", .path.display(), said(.source))]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: serde_json::Error,
     },
     /// A directory without weights.
     #[error("`{}` has neither model.safetensors nor model.safetensors.index.json", .path.display())]

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-use fsdp::files::{self, FoundTensor, TensorFile, brief, listed, said};
+use fsdp::files::{FoundTensor, TensorFile, brief, listed, said};
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::error::PretrainedError;
+use crate::settings::{Known, Table, read_object};
 
 /// The index of a checkpoint of several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -28,6 +30,10 @@ struct IndexJson {
     weight_map: BTreeMap<String, String>,
 }
 
+/// What an index may hold. Its metadata count bytes and parameters, which the files say themselves.
+const TABLE: Table =
+    Table { known: &[Known::Read(&["weight_map"]), Known::Ignored(&["metadata"])], off_is_unset: false };
+
 impl ShardedTensorFiles {
     /// Opens an index, and all files that it names in its directory.
     ///
@@ -36,8 +42,10 @@ impl ShardedTensorFiles {
     /// not in the file that it should be in, or is in a file and not in the index: all of these are listed.
     pub fn open(path: &Path) -> crate::Result<Self> {
         let invalid = |reason: String| PretrainedError::Index { path: path.to_path_buf(), reason };
-        let bytes = files::read(path, MAX_INDEX)?;
-        let index: IndexJson = serde_json::from_slice(&bytes).map_err(|error| invalid(said(error)))?;
+        let json = read_object(path, MAX_INDEX)?.map_err(|error| invalid(said(error)))?;
+        TABLE.check(json.iter()).into_result(Some(path)).map_err(PretrainedError::from)?;
+        let index: Result<IndexJson, _> = serde_json::from_value(Value::Object(json));
+        let index = index.map_err(|error| invalid(said(error)))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();
         names.sort();
         names.dedup();

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use fsdp::Fsdp;
-use fsdp::files::{Mismatch, TensorFileError};
+use fsdp::files::{Mismatch, TensorFileError, brief};
 use fsdp::spec::ParamSpec;
 
 use super::weights::Weights;
@@ -30,11 +30,33 @@ pub struct LoadReport {
     /// Tensors of the file that say again what others say, and those that have no values of their own: other names of a
     /// tied parameter, the rotary frequencies that old checkpoints hold.
     pub ignored: Vec<String>,
+    /// What else was done otherwise than the files say.
+    pub notes: Vec<String>,
+}
+
+/// Names of passed-over tensors that a report lists: the rest is counted.
+const LISTED: usize = 3;
+
+impl LoadReport {
+    /// Whether something was left out or made otherwise than the files say.
+    pub fn has_remarks(&self) -> bool {
+        !(self.skipped.is_empty() && self.ignored.is_empty() && self.notes.is_empty())
+    }
 }
 
 impl std::fmt::Display for LoadReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} tensors were loaded", self.loaded)?;
+        if !self.ignored.is_empty() {
+            let listed: Vec<String> = self.ignored.iter().take(LISTED).map(|name| brief(name)).collect();
+            write!(f, "; passed over, as they say nothing new: {}", listed.join(", "))?;
+            if self.ignored.len() > LISTED {
+                write!(f, " and {} more", self.ignored.len() - LISTED)?;
+            }
+        }
+        for note in &self.notes {
+            write!(f, "; {note}")?;
+        }
         if !self.skipped.is_empty() {
             write!(f, ", skipped:{}", self.skipped)?;
         }
@@ -150,7 +172,7 @@ impl Weights {
         }
         let ignored = spare.into_iter().map(str::to_owned).collect();
         drop(unusable);
-        Plan { parts, report: LoadReport { loaded, skipped, ignored } }
+        Plan { parts, report: LoadReport { loaded, skipped, ignored, notes: Vec::new() } }
     }
 
     /// Reads what a part and `range`, elements of the same parameter, have in common into its place in `out`.

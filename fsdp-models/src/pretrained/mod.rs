@@ -4,6 +4,7 @@
 //! passes rank 0 one bucket of the layout at a time.
 
 mod error;
+mod generation;
 pub(crate) mod gguf;
 mod identity;
 mod index;
@@ -15,25 +16,24 @@ mod writer;
 use std::path::{Path, PathBuf};
 
 use fsdp::comm::DeviceMesh;
-use fsdp::files::{self, Mismatch, TensorFileError};
+use fsdp::files::{Mismatch, TensorFileError};
 use fsdp::mesh::Topology;
 use fsdp::spec::ParamSpec;
 use fsdp::{Fsdp, FsdpConfig, FullyShard};
 use serde_json::{Map, Value};
 
 pub use error::PretrainedError;
+pub(crate) use generation::{read_generation_config, token_ids};
 pub use gguf::GgufFile;
 pub use identity::Identity;
 pub use index::ShardedTensorFiles;
 pub use load::{LoadReport, Strictness};
-pub(crate) use save::save_shown;
 pub(crate) use save::set_dtype;
 pub use save::{SaveOptions, check_save_place, save_pretrained};
 pub use weights::Weights;
 pub(crate) use weights::is_gguf;
 pub use writer::{PretrainedWriter, StoredTensor};
 
-use crate::config::{ConfigError, MAX_CONFIG};
 use crate::{Llama, LlamaConfig};
 
 /// A pretrained Llama: its configuration and its weights, still in their files.
@@ -58,25 +58,31 @@ pub struct Pretrained {
     config: LlamaConfig,
     /// `config.json`, or what it would say.
     json: Map<String, Value>,
+    /// `generation_config.json`, which goes with the model where it is saved.
+    generation: Option<Map<String, Value>>,
     weights: Weights,
+    /// The configuration ties the head to the embedding, and the weights do not.
+    untied: bool,
 }
 
 impl Pretrained {
     /// Opens a directory of Hugging Face's (`config.json`, and what [`Weights::open`] reads), a weights file beside its
     /// `config.json`, or a GGUF file. Reads only; no rank has to do it together with others, and threads may share it.
     ///
+    /// A head that differs from the embedding stays apart from it, whatever the configuration says, as in `transformers` 5; of
+    /// both all values are compared, a piece at a time.
+    ///
     /// # Errors
-    /// What is needed is not there or damaged, or of a model that is not implemented.
+    /// What is needed is not there or damaged, of a model that is not implemented, or has settings that are not known here, all
+    /// of which are named.
     pub fn open(path: &Path) -> crate::Result<Self> {
         let weights = Weights::open(path)?;
-        let (config, json) = match &weights {
-            Weights::Gguf(file) => (file.config().clone(), file.config().to_json()),
+        let (mut config, mut json, generation) = match &weights {
+            Weights::Gguf(file) => (file.config().clone(), file.config().to_json(), None),
             Weights::Single(_) | Weights::Sharded(_) => {
                 let path = weights.path().with_file_name("config.json");
-                let config = LlamaConfig::from_json_file(&path)?;
-                let text = files::read(&path, MAX_CONFIG)?;
-                let json = serde_json::from_slice(&text);
-                (config, json.map_err(|source| ConfigError::Malformed { path, source })?)
+                let (config, json) = LlamaConfig::read_json_file(&path)?;
+                (config, json, read_generation_config(path.parent().unwrap_or(Path::new("")))?)
             }
         };
         let found = weights.found();
@@ -88,7 +94,13 @@ impl Pretrained {
             return Err(contradicts(reason).into());
         }
         drop(found);
-        Ok(Pretrained { path: path.to_path_buf(), config, json, weights })
+        let [(embedding, head)] = TIED;
+        let untied = config.tie_word_embeddings && weights.differ(embedding, head)?;
+        if untied {
+            config.tie_word_embeddings = false;
+            json.insert("tie_word_embeddings".into(), Value::Bool(false));
+        }
+        Ok(Pretrained { path: path.to_path_buf(), config, json, generation, weights, untied })
     }
 
     /// The path it was opened by.
@@ -96,7 +108,7 @@ impl Pretrained {
         &self.path
     }
 
-    /// The model that the weights are of.
+    /// The model that the weights are of: the head is tied to the embedding only if the weights are.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
     }
@@ -123,13 +135,20 @@ impl Pretrained {
         Ok(self.weights.compare(&params_of(&self.config)?, self.ties()))
     }
 
-    /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file is
-    /// ignored, as by `transformers`, or read if there is no embedding. Every rank must call it.
+    /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file that says the
+    /// same is passed over, or read if there is no embedding. Every rank must call it.
     ///
     /// # Errors
     /// As for [`Weights::load`].
     pub fn load<M>(&self, model: &Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
-        self.weights.load_with(model, strictness, self.ties())
+        let mut report = self.weights.load_with(model, strictness, self.ties())?;
+        if self.untied {
+            let [(embedding, head)] = TIED;
+            report.notes.push(format!(
+                "{head} is not {embedding}, though `tie_word_embeddings` is true: the model has both, not tied"
+            ));
+        }
+        Ok(report)
     }
 
     fn ties(&self) -> &'static [(&'static str, &'static str)] {
@@ -150,7 +169,8 @@ impl Llama {
     /// Builds and shards the model of a directory of Hugging Face's or of a GGUF file, and loads its weights, of which each
     /// rank reads what it holds. Every rank of the mesh must call it.
     ///
-    /// [`Pretrained`] does the same in steps.
+    /// [`Pretrained`] does it in steps. What the load leaves out or makes otherwise than the files say, rank 0 tells on the
+    /// standard error.
     ///
     /// # Errors
     /// Those of [`Pretrained::open`], of sharding and, with [`Strictness::Strict`], of [`Pretrained::load`]. A model that
@@ -167,7 +187,10 @@ impl Llama {
             return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
         }
         let model = pretrained.model()?.fully_shard_with(mesh, config)?;
-        pretrained.load(&model, Strictness::Strict)?;
+        let report = pretrained.load(&model, Strictness::Strict)?;
+        if report.has_remarks() && model.rank() == 0 {
+            eprintln!("fsdp: note: `{}`: {report}", path.display());
+        }
         Ok(model)
     }
 }

@@ -10,7 +10,8 @@ use fsdp::spec::{Dtype, ParamSpec};
 use serde_json::{Map, Value, json};
 
 use super::error::PretrainedError;
-use super::writer::{PretrainedWriter, StoredTensor};
+use super::generation::GENERATION_CONFIG;
+use super::writer::{PretrainedWriter, StoredTensor, write_json};
 use super::{Pretrained, params_of};
 use crate::lora::adapter_of;
 use crate::paths::check_model_dir;
@@ -72,29 +73,42 @@ pub fn save_pretrained<M>(
     dir: &Path,
     options: &SaveOptions<'_>,
 ) -> crate::Result<()> {
-    let params: Vec<&ParamSpec> = model.layout().params.iter().collect();
+    let params = plain(&model.layout().params)?;
+    let described = Described { config, generation: None };
+    save_shown(model, &params, &described, dir, options, |visit| model.visit_weights(visit))
+}
+
+/// The parameters of a model that has no adapters.
+fn plain(params: &[ParamSpec]) -> Result<Vec<&ParamSpec>, PretrainedError> {
     let adapters = params.iter().filter(|spec| adapter_of(&spec.name).is_some());
-    if let Some(spec) = adapters.clone().next() {
-        let (name, count) = (spec.name.clone(), adapters.count());
-        return Err(PretrainedError::Adapted { name, count }.into());
+    match adapters.clone().next() {
+        Some(spec) => Err(PretrainedError::Adapted { name: spec.name.clone(), count: adapters.count() }),
+        None => Ok(params.iter().collect()),
     }
-    save_shown(model, &params, config, dir, options, |visit| model.visit_weights(visit))
+}
+
+/// What is said of a model beside its weights.
+struct Described<'a> {
+    /// `config.json`.
+    config: &'a Map<String, Value>,
+    /// `generation_config.json`, if there is one.
+    generation: Option<&'a Map<String, Value>>,
 }
 
 /// Takes one parameter, whole.
 pub(crate) type Visit<'a> = &'a mut dyn FnMut(&ParamSpec, &[f32]) -> fsdp::Result<()>;
 
 /// [`save_pretrained`] of `params`, which `visit_all` shows whole on every rank.
-pub(crate) fn save_shown<M>(
+fn save_shown<M>(
     model: &Fsdp<M>,
     params: &[&ParamSpec],
-    config: &Map<String, Value>,
+    described: &Described<'_>,
     dir: &Path,
     options: &SaveOptions<'_>,
     visit_all: impl FnOnce(Visit<'_>) -> fsdp::Result<()>,
 ) -> crate::Result<()> {
     let writer = stored(params, options.dtype).and_then(|tensors| {
-        check_config(config, &tensors, dir)?;
+        check_config(described.config, &tensors, dir)?;
         (model.rank() == 0)
             .then(|| PretrainedWriter::create(dir, &tensors, options.max_shard_bytes))
             .transpose()
@@ -112,8 +126,13 @@ pub(crate) fn save_shown<M>(
         if let Some(tokenizer) = options.tokenizer {
             tokenizer.save(dir)?;
         }
+        if let Some(generation) = described.generation {
+            let mut file = AtomicFile::create(&dir.join(GENERATION_CONFIG))?;
+            write_json(&mut file, &Value::Object(generation.clone()))?;
+            file.commit()?;
+        }
         let dtype = options.dtype.unwrap_or_else(|| params.first().map_or(Dtype::F32, |spec| spec.key.dtype));
-        let mut config = config.clone();
+        let mut config = described.config.clone();
         set_dtype(&mut config, dtype.into());
         writer.finish(Some(&config))
     };
@@ -218,25 +237,49 @@ impl LlamaConfig {
 }
 
 impl Pretrained {
-    /// [`save_pretrained`] with the `config.json` that the model came with, or with what its GGUF file says. Every rank must
-    /// call it.
+    /// [`save_pretrained`] with the `config.json` and the `generation_config.json` that the model came with, or with what its
+    /// GGUF file says. Every rank must call it.
     ///
     /// # Errors
     /// As for [`save_pretrained`].
     pub fn save<M>(&self, model: &Fsdp<M>, dir: &Path, options: &SaveOptions<'_>) -> crate::Result<()> {
-        save_pretrained(model, &self.saved_config(options), dir, options)
+        let params = plain(&model.layout().params)?;
+        self.save_plain(model, &params, dir, options, |visit| model.visit_weights(visit))
     }
 
     /// The `config.json` of a model that is saved so.
-    pub(crate) fn saved_config(&self, options: &SaveOptions<'_>) -> Map<String, Value> {
+    fn saved_config(&self, options: &SaveOptions<'_>) -> Map<String, Value> {
         let mut config = self.json.clone();
         if let Some(tokenizer) = options.tokenizer {
-            for (field, id) in [("bos_token_id", tokenizer.bos()), ("eos_token_id", tokenizer.eos())] {
-                if let (Some(id), false) = (id, config.contains_key(field)) {
-                    config.insert(field.into(), json!(id));
+            let mut say = |field: &str, ids: Option<Value>| {
+                if let (Some(ids), false) = (ids, config.contains_key(field)) {
+                    config.insert(field.into(), ids);
                 }
-            }
+            };
+            say("bos_token_id", tokenizer.bos().map(Value::from));
+            say(
+                "eos_token_id",
+                match tokenizer.ends() {
+                    [] => None,
+                    [end] => Some(json!(end)),
+                    ends => Some(json!(ends)),
+                },
+            );
         }
         config
+    }
+
+    /// Saves `params`, which `visit_all` shows whole on every rank, as the plain model that this one is.
+    pub(crate) fn save_plain<M>(
+        &self,
+        model: &Fsdp<M>,
+        params: &[&ParamSpec],
+        dir: &Path,
+        options: &SaveOptions<'_>,
+        visit_all: impl FnOnce(Visit<'_>) -> fsdp::Result<()>,
+    ) -> crate::Result<()> {
+        let config = self.saved_config(options);
+        let described = Described { config: &config, generation: self.generation.as_ref() };
+        save_shown(model, params, &described, dir, options, visit_all)
     }
 }

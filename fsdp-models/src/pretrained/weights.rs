@@ -124,6 +124,35 @@ impl Weights {
     }
 }
 
+/// Elements compared at a time.
+const CHUNK: usize = 1 << 18;
+
+impl Weights {
+    /// Whether both tensors are there and are not the same, in shape or in any value as f32. Two NaNs are not the same, as for
+    /// `transformers`.
+    pub(super) fn differ(&self, one: &str, other: &str) -> crate::Result<bool> {
+        let found = self.found();
+        let floats =
+            |name: &str| found.iter().find(|tensor| tensor.name == name && tensor.unreadable.is_none());
+        let (Some(first), Some(second)) = (floats(one), floats(other)) else { return Ok(false) };
+        if first.shape != second.shape {
+            return Ok(true);
+        }
+        let elements: usize = first.shape.iter().product();
+        let mut values = [vec![0.0; CHUNK.min(elements)], vec![0.0; CHUNK.min(elements)]];
+        for start in (0..elements).step_by(CHUNK) {
+            let len = CHUNK.min(elements - start);
+            for (name, values) in [one, other].iter().zip(&mut values) {
+                self.read_range_f32(name, start, &mut values[..len])?;
+            }
+            if values[0][..len] != values[1][..len] {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
 /// Whether a file begins as a GGUF file does, or has the name of one.
 pub(crate) fn is_gguf(path: &Path) -> Result<bool, FileError> {
     let mut file = files::open(path)?;

@@ -163,7 +163,7 @@ impl PretrainedWriter {
     }
 }
 
-fn write_json(file: &mut AtomicFile, value: &Value) -> Result<(), FileError> {
+pub(super) fn write_json(file: &mut AtomicFile, value: &Value) -> Result<(), FileError> {
     let mut text = serde_json::to_vec_pretty(value).expect("a JSON value is JSON");
     text.push(b'\n');
     let path = file.target().to_path_buf();

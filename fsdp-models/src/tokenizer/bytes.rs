@@ -56,7 +56,7 @@ impl Tokenizer {
         let mut config = Map::new();
         config.insert("tokenizer_class".into(), json!("PreTrainedTokenizerFast"));
         config.insert("clean_up_tokenization_spaces".into(), json!(false));
-        Ok(Tokenizer { path, inner, config, bos: None, eos: None })
+        Ok(Tokenizer::new(path, inner, config, None, None, Vec::new()))
     }
 }
 

@@ -2,16 +2,21 @@
 
 mod bytes;
 mod gguf;
+mod tables;
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use fsdp::files::{self, AtomicFile, FileError, said};
+use fsdp::files::{self, AtomicFile, FileError, brief_to, said};
 use serde_json::{Map, Value};
 
+use tokenizers::utils::padding::PaddingParams;
+use tokenizers::utils::truncation::TruncationParams;
+
 use crate::config::MAX_CONFIG;
-use crate::pretrained::is_gguf;
+use crate::pretrained::{PretrainedError, is_gguf, read_generation_config, token_ids};
+use crate::settings::{SettingsError, read_object};
 
 /// Largest tokenizer, in bytes.
 const MAX_TOKENIZER: u64 = 1 << 29;
@@ -30,42 +35,85 @@ const MAX_TOKENIZER: u64 = 1 << 29;
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     path: PathBuf,
+    /// Without truncation and padding: what the file says of them belongs to whoever saved it, and would cut texts short.
     inner: tokenizers::Tokenizer,
+    /// They go with it where it is saved.
+    truncation: Option<TruncationParams>,
+    padding: Option<PaddingParams>,
     /// `tokenizer_config.json`, or what it would say.
     config: Map<String, Value>,
     bos: Option<u32>,
     eos: Option<u32>,
+    ends: Vec<u32>,
+    /// What comes before and after a prompt, where it is not `inner` that says it.
+    around: Option<[Option<u32>; 2]>,
 }
 
 impl Tokenizer {
     /// Reads a tokenizer: of a directory that holds a `tokenizer.json`, of such a file itself, or of a GGUF file. Reads
     /// only; no rank has to do it together with others.
     ///
-    /// What begins and ends a text is in `tokenizer_config.json` beside it, else as an id in `generation_config.json` or
-    /// `config.json`.
+    /// What begins and ends a text is in `tokenizer_config.json` beside it, and as ids in `generation_config.json` or else
+    /// `config.json`. Truncation and padding that the file sets are for others: texts are never cut short.
     ///
     /// # Errors
-    /// There is none, it is damaged, or it is of a kind that is not implemented; a GGUF file must have a byte-level
-    /// vocabulary (`gpt2`) and say how it cuts text.
+    /// There is none, it is damaged, it is of a kind that is not implemented, or one of these files has settings that are not
+    /// known here, all of which are named; a GGUF file must have a byte-level vocabulary (`gpt2`) and say how it cuts text.
     pub fn open(path: &Path) -> crate::Result<Self> {
         let file = if path.is_dir() { path.join("tokenizer.json") } else { path.to_path_buf() };
-        let (inner, config) = if is_gguf(&file)? { gguf::open(&file)? } else { open_json(&file)? };
+        if is_gguf(&file)? { gguf::open(file) } else { Self::open_json(file) }
+    }
+
+    fn open_json(file: PathBuf) -> crate::Result<Self> {
+        let inner = build(&file)?;
+        let path = file.with_file_name("tokenizer_config.json");
+        let config = match read_object(&path, MAX_CONFIG) {
+            Err(error) if error.source.kind() == ErrorKind::NotFound => Map::new(),
+            json => json?
+                .map_err(|error| TokenizerError::Invalid { path: path.clone(), reason: error.to_string() })?,
+        };
+        tables::check_config(&config).into_result(Some(&path)).map_err(TokenizerError::from)?;
+        check_added(&inner, &config, &path)?;
         let token = |field: &str| {
             let token = config.get(field)?;
             inner.token_to_id(token.as_str().or_else(|| token.get("content")?.as_str())?)
         };
         let dir = file.parent().unwrap_or(Path::new(""));
-        let id = |field: &str| {
-            ["generation_config.json", "config.json"].iter().find_map(|name| {
-                let json: Value =
-                    serde_json::from_slice(&files::read(&dir.join(name), MAX_CONFIG).ok()?).ok()?;
-                let id = json.get(field)?;
-                u32::try_from(id.as_u64().or_else(|| id.get(0)?.as_u64())?).ok()
-            })
+        let (generation, model) = (read_generation_config(dir)?, read_model_config(dir)?);
+        let ids = |field: &str| {
+            // As for `transformers`: what is not said of completions is what is said of the model.
+            let found = [&generation, &model].into_iter().flatten().map(|json| token_ids(json, field));
+            found.into_iter().find(|ids| !ids.is_empty()).unwrap_or_default()
         };
-        let bos = token("bos_token").or_else(|| id("bos_token_id"));
-        let eos = token("eos_token").or_else(|| id("eos_token_id"));
-        Ok(Tokenizer { path: file, inner, config, bos, eos })
+        let bos = token("bos_token").or_else(|| ids("bos_token_id").first().copied());
+        let mut ends = ids("eos_token_id");
+        let eos = token("eos_token").or_else(|| ends.first().copied());
+        ends.extend(eos);
+        let adds = |field: &str| config.get(field).and_then(Value::as_bool);
+        let around = match (adds("add_bos_token"), adds("add_eos_token")) {
+            (None, None) => None,
+            // As `transformers` does: where one of them is said, they and not the file say what comes around a text.
+            (before, after) => {
+                Some([bos.filter(|_| before == Some(true)), eos.filter(|_| after == Some(true))])
+            }
+        };
+        Ok(Tokenizer { around, ..Self::new(file, inner, config, bos, eos, ends) })
+    }
+
+    fn new(
+        path: PathBuf,
+        mut inner: tokenizers::Tokenizer,
+        config: Map<String, Value>,
+        bos: Option<u32>,
+        eos: Option<u32>,
+        mut ends: Vec<u32>,
+    ) -> Self {
+        let truncation = inner.get_truncation().cloned();
+        let padding = inner.get_padding().cloned();
+        inner.with_padding(None).with_truncation(None).expect("no truncation is always possible");
+        ends.sort_unstable();
+        ends.dedup();
+        Tokenizer { path, inner, truncation, padding, config, bos, eos, ends, around: None }
     }
 
     /// The tokens of a text, with nothing put before or after it. Texts of special tokens, `<|im_start|>` for instance,
@@ -86,9 +134,11 @@ impl Tokenizer {
     }
 
     fn encode_as(&self, text: &str, special: bool) -> crate::Result<Vec<u32>> {
-        let encoding =
-            self.inner.encode_fast(text, special).map_err(|error| self.failed("encode", &*error))?;
-        Ok(encoding.get_ids().to_vec())
+        let around = self.around.filter(|_| special);
+        let encoding = self.inner.encode_fast(text, special && around.is_none());
+        let encoding = encoding.map_err(|error| self.failed("encode", &*error))?;
+        let [before, after] = around.unwrap_or_default();
+        Ok(before.into_iter().chain(encoding.get_ids().iter().copied()).chain(after).collect())
     }
 
     /// The text of tokens, special ones left out. Ids beyond the vocabulary are left out too; bytes that are no UTF-8
@@ -109,6 +159,11 @@ impl Tokenizer {
         self.eos
     }
 
+    /// All tokens of which each ends a completion, sorted: the one that ends a text, and those that the model came with for it.
+    pub fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
     /// The token that begins a text.
     pub fn bos(&self) -> Option<u32> {
         self.bos
@@ -124,12 +179,17 @@ impl Tokenizer {
         self.inner.token_to_id(text)
     }
 
-    /// Writes `tokenizer.json` and `tokenizer_config.json`, for Hugging Face's libraries. To be called by one rank.
+    /// Writes `tokenizer.json` and `tokenizer_config.json`, for Hugging Face's libraries, with the truncation and padding that it
+    /// came with. To be called by one rank.
     ///
     /// # Errors
     /// The directory does not exist or is not writable.
     pub fn save(&self, dir: &Path) -> crate::Result<()> {
-        let json = self.inner.to_string(true).map_err(|error| self.failed("save", &*error))?;
+        let mut inner = self.inner.clone();
+        inner.with_padding(self.padding.clone());
+        let failed = |error: tokenizers::Error| self.failed("save", &*error);
+        inner.with_truncation(self.truncation.clone()).map_err(failed)?;
+        let json = inner.to_string(true).map_err(failed)?;
         let config = serde_json::to_string_pretty(&self.config).expect("a JSON value is JSON");
         for (name, text) in [("tokenizer.json", json), ("tokenizer_config.json", config)] {
             let path = dir.join(name);
@@ -141,18 +201,41 @@ impl Tokenizer {
     }
 }
 
-fn open_json(file: &Path) -> crate::Result<(tokenizers::Tokenizer, Map<String, Value>)> {
+fn build(file: &Path) -> crate::Result<tokenizers::Tokenizer> {
     let bytes = files::read(file, MAX_TOKENIZER)?;
-    let tokenizer =
-        guarded(file, || tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()))?;
-    let path = file.with_file_name("tokenizer_config.json");
-    let config = match files::read(&path, MAX_CONFIG) {
-        Ok(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|error| TokenizerError::Invalid { path, reason: error.to_string() })?,
-        Err(error) if error.source.kind() == std::io::ErrorKind::NotFound => Map::new(),
-        Err(error) => return Err(error.into()),
+    tables::check_json(&bytes).into_result(Some(file)).map_err(TokenizerError::from)?;
+    Ok(guarded(file, || tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()))?)
+}
+
+/// Refuses tokens that `tokenizer_config.json` adds to those of `tokenizer.json`: they would be cut as plain text.
+fn check_added(
+    inner: &tokenizers::Tokenizer,
+    config: &Map<String, Value>,
+    path: &Path,
+) -> Result<(), TokenizerError> {
+    let Some(Value::Object(added)) = config.get("added_tokens_decoder") else { return Ok(()) };
+    let differs = |(id, token): &(&String, &Value)| {
+        let known = id.parse().ok().and_then(|id| inner.id_to_token(id));
+        known.as_deref() != token.get("content").and_then(Value::as_str)
     };
-    Ok((tokenizer, config))
+    match added.iter().find(differs) {
+        Some((id, _)) => {
+            let id = brief_to(id, 20);
+            let reason =
+                format!("its `added_tokens_decoder` has a token {id} that tokenizer.json does not have so");
+            Err(TokenizerError::Invalid { path: path.to_path_buf(), reason })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The `config.json` of a directory, of whatever model it is.
+fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
+    let path = dir.join("config.json");
+    match read_object(&path, MAX_CONFIG) {
+        Err(error) if error.source.kind() == ErrorKind::NotFound => Ok(None),
+        json => Ok(Some(json?.map_err(|source| PretrainedError::Json { path, source })?)),
+    }
 }
 
 /// The libraries that build tokenizers check their input, but not against all that a damaged file can hold.
@@ -173,6 +256,9 @@ pub enum TokenizerError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A setting that would cut text in another way.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     /// The tokenizer refused its input.
     #[error("the tokenizer of `{}` failed to {action}: {}", .path.display(), said(.reason))]
     Failed {

@@ -137,32 +137,24 @@ fn what_would_compute_something_else_is_refused() {
     };
     let text = |text: &str| Some(Value::String(text.into()));
     for (key, value, expected) in [
-        (
-            "general.architecture",
-            text("qwen2"),
-            "`general.architecture` is `qwen2`: only `llama` is supported",
-        ),
+        ("general.architecture", text("qwen2"), "general.architecture is `qwen2`: only `llama` is supported"),
         ("general.architecture", None, "`general.architecture` is missing"),
         (
             "llama.rope.scaling.type",
             text("yarn"),
-            "`llama.rope.scaling.type` is `yarn`: only `none` is supported",
+            "llama.rope.scaling.type is `yarn`: only `none` is supported",
         ),
-        (
-            "llama.expert_count",
-            Some(Value::U32(8)),
-            "`llama.expert_count` is 8: only models without experts are supported",
-        ),
+        ("llama.expert_count", Some(Value::U32(8)), "llama.expert_count is 8: only 0 is supported"),
         ("llama.block_count", None, "`llama.block_count` is missing"),
         (
             "llama.block_count",
             Some(Value::I32(-1)),
-            "`llama.block_count` is I32(-1): expected a number below 2^32",
+            "`llama.block_count` is -1: expected a number below 2^32",
         ),
         (
             "llama.attention.head_count_kv",
             Some(Value::Array(vec![Value::U32(2); 2])),
-            "`llama.attention.head_count_kv` is an array of 2 values: expected a number below 2^32",
+            "`llama.attention.head_count_kv` is a list of 2: expected a number below 2^32",
         ),
         (
             "llama.rope.dimension_count",
@@ -172,7 +164,29 @@ fn what_would_compute_something_else_is_refused() {
         (
             "llama.rope.freq_base",
             Some(Value::U32(10_000)),
-            "`llama.rope.freq_base` is U32(10000): expected a floating-point number",
+            "`llama.rope.freq_base` is 10000: expected a floating-point number",
+        ),
+        (
+            "llama.attention.causal",
+            Some(Value::Bool(false)),
+            "llama.attention.causal is false: only true is supported",
+        ),
+        ("general.type", text("adapter"), "general.type is `adapter`: only `model` is supported"),
+        ("split.count", Some(Value::U16(3)), "split.count is 3: only 0, 1 are supported"),
+        (
+            "llama.vocab_size",
+            Some(Value::U32(41)),
+            "`llama.vocab_size` is 41: `token_embd.weight` has 40 rows",
+        ),
+        (
+            "llama.attention.sliding_window",
+            Some(Value::U32(4096)),
+            "unknown setting `llama.attention.sliding_window` (4096): it may change what the file means; if it does not, remove it",
+        ),
+        (
+            "llama.logit_scale",
+            Some(Value::F32(0.25)),
+            "unknown setting `llama.logit_scale` (0.25): it may change what the file means; if it does not, remove it",
         ),
         (
             "llama.embedding_length",
@@ -185,12 +199,37 @@ fn what_would_compute_something_else_is_refused() {
     }
 }
 
+/// Names of those who make files, and what says nothing of the arithmetic.
 #[test]
-fn scaled_frequencies_and_biases_are_unexpected() {
+fn what_says_nothing_of_the_model_is_passed_over() {
     let config = config(true);
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    let mut all = quantise(&config, &tensors(&config), GgmlDType::F32);
+    let text = |text: &str| Value::String(text.into());
+    let mut metadata = gguf_metadata(&config);
+    metadata.extend([
+        ("general.name", text("a name")),
+        ("general.type", text("model")),
+        ("general.file_type", Value::U32(7)),
+        ("general.quantization_version", Value::U32(2)),
+        ("general.tags", Value::Array(vec![text("a"), text("b")])),
+        ("llama.vocab_size", Value::U32(40)),
+        ("llama.expert_count", Value::U32(0)),
+        ("llama.attention.causal", Value::Bool(true)),
+        ("llama.rope.scaling.type", text("none")),
+        ("tokenizer.ggml.model", text("llama")),
+        ("quantize.imatrix.file", text("imatrix.dat")),
+        ("somebody.quantised.it", Value::Bool(true)),
+    ]);
+    write_gguf(&path, &metadata, &quantise(&config, &tensors(&config), GgmlDType::F32));
+    assert_eq!(GgufFile::open(&path).unwrap().config(), &config);
+}
+
+#[test]
+fn scaled_frequencies_are_refused_and_biases_are_unexpected() {
+    let config = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
     let vector = || {
         candle_core::quantized::QTensor::quantize(
             &Tensor::zeros(8, candle_core::DType::F32, &Device::Cpu).unwrap(),
@@ -198,14 +237,25 @@ fn scaled_frequencies_and_biases_are_unexpected() {
         )
         .unwrap()
     };
-    all.push(("rope_freqs.weight".into(), vector()));
+    let mut all = quantise(&config, &tensors(&config), GgmlDType::F32);
     all.push(("blk.0.attn_q.bias".into(), vector()));
     write_gguf(&path, &gguf_metadata(&config), &all);
     let pretrained = Pretrained::open(&path).unwrap();
-    assert_eq!(pretrained.check().unwrap().unexpected, ["blk.0.attn_q.bias", "rope_freqs.weight"]);
+    assert_eq!(pretrained.check().unwrap().unexpected, ["blk.0.attn_q.bias"]);
     let model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
     let message = pretrained.load(&model, Strictness::Strict).unwrap_err().to_string();
-    assert!(message.ends_with("2 unexpected: blk.0.attn_q.bias, rope_freqs.weight"), "{message}");
+    assert!(message.ends_with("1 unexpected: blk.0.attn_q.bias"), "{message}");
+
+    all.push(("rope_freqs.weight".into(), vector()));
+    write_gguf(&path, &gguf_metadata(&config), &all);
+    assert_eq!(
+        Pretrained::open(&path).unwrap_err().to_string(),
+        format!(
+            "`{}`: `rope_freqs.weight` scales the rotary frequencies, as in Llama 3.1 and later: only models without scaling are \
+             supported",
+            path.display()
+        )
+    );
 }
 
 #[test]

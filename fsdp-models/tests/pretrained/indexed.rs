@@ -116,3 +116,24 @@ fn a_configuration_of_a_larger_model_is_refused_before_anything_is_built() {
     let message = Pretrained::open(dir.path()).unwrap_err().to_string();
     assert!(message.contains("max_position_embeddings is 4000000000: the rotary tables"), "{message}");
 }
+
+#[test]
+fn what_an_index_says_beyond_its_map_is_refused_by_name() {
+    let config = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    write_indexed(dir.path(), &config, &tensors(&config), Dtype::F32, 2);
+    change(dir.path(), |index| {
+        index["metadata"] = json!({"total_parameters": 7, "total_size": 28, "anything": [1]});
+        index["nothing"] = json!(null);
+    });
+    Weights::open(dir.path()).unwrap();
+    change(dir.path(), |index| {
+        index["deltas"] = json!({"of": "another"});
+        index["scale"] = json!(2.0);
+    });
+    let expected = format!(
+        "`{}`: unknown settings `deltas` (a map of 1), `scale` (2.0): they may change what the file means; if they do not, remove them",
+        dir.path().join(INDEX).display()
+    );
+    assert_eq!(message(dir.path()), expected);
+}

@@ -65,26 +65,95 @@ fn every_strategy_and_precision_loads_the_same() {
     .unwrap();
 }
 
+const EMBEDDING: &str = "model.embed_tokens.weight";
+const HEAD: &str = "lm_head.weight";
+
 #[test]
-fn a_tied_head_in_the_file_is_ignored_or_stands_for_the_embedding() {
+fn a_tied_head_in_the_file_is_passed_over_or_stands_for_the_embedding() {
     let (tied, untied) = (config(true), config(false));
-    let mut file = tensors(&untied);
     let mut expected = tensors(&tied);
+    let mut file = expected.clone();
+    file.insert(HEAD.into(), file[EMBEDDING].clone());
     let dir = tempfile::tempdir().unwrap();
     write_single(dir.path(), &tied, &file, Stored::F32);
     assert_same(&loaded(dir.path(), 2, &FsdpConfig::default()), &expected);
-    assert_eq!(report(dir.path(), &tied).ignored, ["lm_head.weight"]);
+    let said = report(dir.path(), &tied);
+    assert_eq!((&said.ignored[..], &said.notes[..]), (&[HEAD.to_owned()][..], &[][..]));
+    assert_eq!(
+        said.to_string(),
+        "20 tensors were loaded; passed over, as they say nothing new: lm_head.weight"
+    );
+    assert!(said.has_remarks());
 
-    file.remove("model.embed_tokens.weight");
-    expected.insert("model.embed_tokens.weight".into(), file["lm_head.weight"].clone());
+    file.remove(EMBEDDING);
+    file.insert(HEAD.into(), tensors(&untied)[HEAD].clone());
+    expected.insert(EMBEDDING.into(), file[HEAD].clone());
     write_single(dir.path(), &tied, &file, Stored::F32);
     assert_same(&loaded(dir.path(), 2, &FsdpConfig::default()), &expected);
 
     let file = tensors(&tied);
+    write_single(dir.path(), &tied, &file, Stored::F32);
+    assert!(!report(dir.path(), &tied).has_remarks());
     write_single(dir.path(), &untied, &file, Stored::F32);
     let message = Llama::from_pretrained(dir.path(), &DeviceMesh::single(), &FsdpConfig::default());
     let message = message.unwrap_err().to_string();
     assert!(message.ends_with("does not fit the model:\n  1 missing: lm_head.weight"), "{message}");
+}
+
+/// As `transformers` 5.24: the configuration is wrong about such a file, and both tensors are kept.
+#[test]
+fn a_head_that_differs_from_the_embedding_is_kept_whatever_the_configuration_says() {
+    let (tied, untied) = (config(true), config(false));
+    let last_value =
+        |file: &mut Tensors, value: f32| *file.get_mut(HEAD).unwrap().1.last_mut().unwrap() = value;
+    let mut equal = tensors(&untied);
+    equal.insert(HEAD.into(), equal[EMBEDDING].clone());
+    let mut at_the_end = equal.clone();
+    last_value(&mut at_the_end, 0.5);
+    let logits = |dir: &Path| -> Vec<f32> {
+        let model = Llama::from_pretrained(dir, &DeviceMesh::single(), &FsdpConfig::default()).unwrap();
+        let ids = Tensor::new(&[[1u32, 7, 3, 9, 2]], &candle_core::Device::Cpu).unwrap();
+        let logits: Tensor = model.evaluate(&ids).unwrap();
+        logits.flatten_all().unwrap().to_vec1().unwrap()
+    };
+    for file in [tensors(&untied), at_the_end] {
+        for dtype in [Stored::F32, Stored::BF16] {
+            let [wrong, right, saved] = [(), (), ()].map(|()| tempfile::tempdir().unwrap());
+            write_single(wrong.path(), &tied, &file, dtype);
+            write_indexed(right.path(), &untied, &file, dtype, 2);
+            for ranks in 1..=3 {
+                assert_same(&loaded(wrong.path(), ranks, &FsdpConfig::default()), &file);
+            }
+            assert_eq!(logits(wrong.path()), logits(right.path()));
+            write_indexed(wrong.path(), &tied, &file, dtype, 3);
+            let pretrained = Pretrained::open(wrong.path()).unwrap();
+            assert!(!pretrained.config().tie_word_embeddings);
+            let model = pretrained.model().unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+            let report = pretrained.load(&model, Strictness::Strict).unwrap();
+            assert_eq!(
+                report.to_string(),
+                "21 tensors were loaded; lm_head.weight is not model.embed_tokens.weight, though `tie_word_embeddings` is true: \
+                 the model has both, not tied"
+            );
+            // What is saved of it says so.
+            pretrained.save(&model, saved.path(), &SaveOptions::default()).unwrap();
+            assert!(!report_of(saved.path()).has_remarks());
+            assert_same(&loaded(saved.path(), 2, &FsdpConfig::default()), &file);
+        }
+    }
+    // Zeros of both signs are equal, and a NaN is not even equal to itself.
+    for (embedding, head, apart) in [(0.0, -0.0, false), (f32::NAN, f32::NAN, true)] {
+        let mut file = equal.clone();
+        last_value(&mut file, head);
+        *file.get_mut(EMBEDDING).unwrap().1.last_mut().unwrap() = embedding;
+        let dir = tempfile::tempdir().unwrap();
+        write_single(dir.path(), &tied, &file, Stored::F32);
+        assert_eq!(Pretrained::open(dir.path()).unwrap().config().tie_word_embeddings, !apart);
+    }
+}
+
+fn report_of(dir: &Path) -> LoadReport {
+    report(dir, Pretrained::open(dir).unwrap().config())
 }
 
 fn report(dir: &Path, config: &LlamaConfig) -> LoadReport {

@@ -230,6 +230,8 @@ fn what_came_with_a_model_goes_with_it() {
     json.insert("bos_token_id".into(), json!(17));
     json.insert("dtype".into(), json!("bfloat16"));
     fs::write(source.path().join("config.json"), serde_json::to_vec(&json).unwrap()).unwrap();
+    let generation = json!({"eos_token_id": [257, 258], "temperature": 0.6, "do_sample": true});
+    fs::write(source.path().join("generation_config.json"), generation.to_string()).unwrap();
     launch::local(2, |world| -> fsdp_models::Result<()> {
         let pretrained = Pretrained::open(source.path())?;
         let model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
@@ -240,6 +242,13 @@ fn what_came_with_a_model_goes_with_it() {
     let saved = read_json(&target.path().join("config.json"));
     assert_eq!((&saved["bos_token_id"], &saved["torch_dtype"]), (&json!(17), &json!("float32")));
     assert_eq!(saved.get("dtype"), None);
+    assert_eq!(read_json(&target.path().join("generation_config.json")), generation);
+    let unknown = r#"{"eos_token_id": 2, "thinking_budget": 512}"#;
+    fs::write(source.path().join("generation_config.json"), unknown).unwrap();
+    let message = Pretrained::open(source.path()).unwrap_err().to_string();
+    let expected = "generation_config.json`: unknown setting `thinking_budget` (512): it may change what the file means; if it does \
+                    not, remove it";
+    assert!(message.ends_with(expected), "{message}");
 }
 
 #[test]

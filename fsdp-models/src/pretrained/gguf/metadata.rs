@@ -7,6 +7,52 @@ use candle_core::quantized::gguf_file::Value;
 
 use super::super::error::PretrainedError;
 use crate::LlamaConfig;
+use crate::settings::{Known, Plain, Setting, Table};
+
+/// How the names begin that the format gives a meaning to.
+const READ: [&str; 4] = ["general.", "llama.", "split.", "tokenizer."];
+
+/// What a file may say of a Llama.
+const MODEL: Table = Table {
+    known: &[
+        Known::Only("general.architecture", &[Plain::Text("llama")]),
+        // An adapter, a projector or an importance matrix has no model's tensors.
+        Known::Only("general.type", &[Plain::Text("model")]),
+        Known::Read(&[
+            "general.alignment",
+            "llama.attention.head_count",
+            "llama.attention.head_count_kv",
+            "llama.attention.key_length",
+            "llama.attention.layer_norm_rms_epsilon",
+            "llama.attention.value_length",
+            "llama.block_count",
+            "llama.context_length",
+            "llama.embedding_length",
+            "llama.feed_forward_length",
+            "llama.rope.dimension_count",
+            "llama.rope.freq_base",
+            "llama.vocab_size",
+        ]),
+        Known::Only("llama.attention.causal", &[Plain::Bool(true)]),
+        Known::Only("llama.expert_count", &[Plain::Number(0.0)]),
+        Known::Only("llama.expert_used_count", &[Plain::Number(0.0)]),
+        Known::Only("llama.rope.scale_linear", &[Plain::Number(1.0)]),
+        Known::Only("llama.rope.scaling.factor", &[Plain::Number(1.0)]),
+        Known::Only("llama.rope.scaling.type", &[Plain::Text("none")]),
+        // One of several files, whose tensors are not those of a whole model.
+        Known::Only("split.count", &[Plain::Number(0.0), Plain::Number(1.0)]),
+        Known::Ignored(&["split.no", "split.tensors.count"]),
+        // Of the scaling, of which there is none.
+        Known::Ignored(&["llama.rope.scaling.finetuned", "llama.rope.scaling.original_context_length"]),
+        // llama.cpp does not look at them in a Llama.
+        Known::Ignored(&["llama.tensor_data_layout", "llama.use_parallel_residual"]),
+        // Names, authors, licences, how the file was made.
+        Known::Ignored(&["general.*"]),
+        // The tokenizer's reader has a table of its own.
+        Known::Ignored(&["tokenizer.*"]),
+    ],
+    off_is_unset: false,
+};
 
 /// The keys and values of a file.
 pub(super) struct Metadata<'a> {
@@ -30,6 +76,12 @@ impl Metadata<'_> {
                 return Err(self.error(key, format!("is {found}: expected the width of a head, {width}")));
             }
         }
+        let key = "llama.vocab_size";
+        if let Some(found) = self.number(key)?
+            && found != vocab_size
+        {
+            return Err(self.error(key, format!("is {found}: `token_embd.weight` has {vocab_size} rows")));
+        }
         let eps = "llama.attention.layer_norm_rms_epsilon";
         let config = LlamaConfig {
             hidden_size,
@@ -48,27 +100,18 @@ impl Metadata<'_> {
         Ok(config)
     }
 
-    /// Refuses what would change the arithmetic of the model.
+    /// Refuses what would change the arithmetic of the model, and what is not known here. Another architecture first: all else
+    /// that it says would be unknown.
     fn supported(&self) -> Result<(), PretrainedError> {
-        for (key, supported) in [("general.architecture", "llama"), ("llama.rope.scaling.type", "none")] {
-            match self.values.get(key) {
-                Some(Value::String(value)) if value == supported => {}
-                Some(value) => {
-                    return Err(
-                        self.error(key, format!("is {}: only `{supported}` is supported", shown(value)))
-                    );
-                }
-                None if key == "general.architecture" => return Err(self.error(key, "is missing".into())),
-                None => {}
-            }
+        let architecture = "general.architecture";
+        if !self.values.contains_key(architecture) {
+            return Err(self.error(architecture, "is missing".into()));
         }
-        match self.number("llama.expert_count")? {
-            Some(experts) if experts > 0 => Err(self.error(
-                "llama.expert_count",
-                format!("is {experts}: only models without experts are supported"),
-            )),
-            _ => Ok(()),
-        }
+        let only = |name: &String| name == architecture;
+        MODEL.check(self.values.iter().filter(|(name, _)| only(name))).into_result(Some(self.path))?;
+        // Other names are those of whoever made the file: no program computes by them.
+        let read = |name: &String| READ.iter().any(|start| name.starts_with(start));
+        Ok(MODEL.check(self.values.iter().filter(|(name, _)| read(name))).into_result(Some(self.path))?)
     }
 
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, PretrainedError> {
@@ -93,7 +136,7 @@ impl Metadata<'_> {
         // Sizes are multiplied with each other: what is beyond any model is stopped here.
         match number.filter(|&number| number <= u32::MAX as usize) {
             Some(number) => Ok(Some(number)),
-            None => Err(self.error(key, format!("is {}: expected a number below 2^32", shown(value)))),
+            None => Err(self.error(key, format!("is {}: expected a number below 2^32", value.shown()))),
         }
     }
 
@@ -104,22 +147,12 @@ impl Metadata<'_> {
             Some(Value::F32(value)) => Ok(value.to_string().parse().ok()),
             Some(Value::F64(value)) => Ok(Some(*value)),
             Some(value) => {
-                Err(self.error(key, format!("is {}: expected a floating-point number", shown(value))))
+                Err(self.error(key, format!("is {}: expected a floating-point number", value.shown())))
             }
         }
     }
 
     fn error(&self, key: &str, reason: String) -> PretrainedError {
         PretrainedError::Metadata { path: self.path.to_path_buf(), key: key.to_owned(), reason }
-    }
-}
-
-/// A value in a message, which an array or a long text would fill.
-fn shown(value: &Value) -> String {
-    match value {
-        Value::Array(values) => format!("an array of {} values", values.len()),
-        Value::String(text) if text.len() > 40 => format!("a text of {} bytes", text.len()),
-        Value::String(text) => format!("`{text}`"),
-        other => format!("{other:?}"),
     }
 }

@@ -20,6 +20,9 @@ use crate::LlamaConfig;
 use metadata::Metadata;
 use names::{Rotary, translate};
 
+/// By what the frequencies of the rotary embedding are divided.
+const ROPE_FREQS: &str = "rope_freqs.weight";
+
 /// Elements dequantised at a time: a multiple of every block size.
 const CHUNK: usize = 1 << 16;
 
@@ -78,7 +81,8 @@ impl GgufFile {
     ///
     /// # Errors
     /// It cannot be read, is no GGUF file of version 2 or 3, ends early, holds element types that cannot be read, or
-    /// is of another architecture or a variant of Llama that is not implemented.
+    /// is of another architecture or a variant of Llama that is not implemented, or has settings that are not known here, all of
+    /// which are named.
     pub fn open(path: &Path) -> Result<Self, PretrainedError> {
         let (file, content) = read_content(path)?;
         let metadata = Metadata { path, values: &content.metadata };
@@ -86,6 +90,14 @@ impl GgufFile {
         let vocab_size = embedding.map_or(0, |info| info.shape.dims().first().copied().unwrap_or(0));
         let tied = !content.tensor_infos.contains_key("output.weight");
         let config = metadata.config(vocab_size, tied)?;
+        if content.tensor_infos.contains_key(ROPE_FREQS) {
+            let reason = "scales the rotary frequencies, as in Llama 3.1 and later: only models without scaling are supported";
+            return Err(PretrainedError::Metadata {
+                path: path.to_path_buf(),
+                key: ROPE_FREQS.into(),
+                reason: reason.into(),
+            });
+        }
         config.validate().map_err(|error| PretrainedError::Metadata {
             path: path.to_path_buf(),
             key: "general.architecture".into(),

@@ -1,0 +1,394 @@
+//! `config.json` as others write it.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::{ConfigError, LlamaConfig};
+use crate::settings::{Known, Plain, Refusals, Setting, Table};
+
+/// What is read of a file, with the defaults of the format.
+#[derive(Deserialize)]
+struct Read {
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    vocab_size: usize,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    max_position_embeddings: Option<usize>,
+    initializer_range: Option<f64>,
+    head_dim: Option<usize>,
+}
+
+/// What the maps of rotary parameters say.
+#[derive(Default, Deserialize)]
+struct Rope {
+    rope_theta: Option<f64>,
+}
+
+/// Reads a configuration. `path` is that of the file, where there is one.
+pub(super) fn read(json: &Map<String, Value>, path: Option<&Path>) -> Result<LlamaConfig, ConfigError> {
+    check_kind(json, path)?;
+    let rope = rope(json);
+    let mut refusals = CONFIG.check(json.iter());
+    if let Some((name, rope)) = rope {
+        check_rope(name, rope, &mut refusals);
+    }
+    refusals.into_result(path)?;
+    let malformed = |source| ConfigError::Malformed { path: path.map(Path::to_path_buf), source };
+    let nested: Rope = match rope {
+        Some((_, rope)) => serde_json::from_value(rope.clone()).map_err(malformed)?,
+        None => Rope::default(),
+    };
+    let read: Read = serde_json::from_value(Value::Object(json.clone())).map_err(malformed)?;
+    Ok(LlamaConfig {
+        hidden_size: read.hidden_size,
+        intermediate_size: read.intermediate_size,
+        num_hidden_layers: read.num_hidden_layers,
+        num_attention_heads: read.num_attention_heads,
+        num_key_value_heads: read.num_key_value_heads.unwrap_or(read.num_attention_heads),
+        vocab_size: read.vocab_size,
+        rms_norm_eps: read.rms_norm_eps.unwrap_or(1e-6),
+        rope_theta: nested.rope_theta.or(read.rope_theta).unwrap_or(10_000.0),
+        tie_word_embeddings: read.tie_word_embeddings.unwrap_or(false),
+        max_position_embeddings: read.max_position_embeddings.unwrap_or(2048),
+        initializer_range: read.initializer_range.unwrap_or(0.02),
+        head_dim: read.head_dim,
+    })
+}
+
+/// Refuses a model of another architecture by its name, rather than by the first field that it lacks.
+fn check_kind(json: &Map<String, Value>, path: Option<&Path>) -> Result<(), ConfigError> {
+    let set = |name: &str| json.get(name).filter(|value| !value.is_unset());
+    let other = match (set("model_type"), set("architectures")) {
+        (Some(value), _) => (value.as_str() != Some("llama")).then_some(("model_type", value)),
+        (None, Some(architectures)) => {
+            let first = architectures.get(0).unwrap_or(architectures);
+            let name = first.as_str().unwrap_or_default().to_ascii_lowercase();
+            (!name.starts_with("llama")).then_some(("architectures", first))
+        }
+        (None, None) => None,
+    };
+    match other {
+        Some((field, value)) => {
+            Err(ConfigError::OtherKind { path: path.map(Path::to_path_buf), field, value: value.shown() })
+        }
+        None => Ok(()),
+    }
+}
+
+/// The map of rotary parameters that counts, if there is one: as in `transformers`, the older name before the newer.
+fn rope(json: &Map<String, Value>) -> Option<(&'static str, &Value)> {
+    let set = |name| Some((name, json.get(name).filter(|value| !value.is_unset())?));
+    ["rope_scaling", "rope_parameters"].into_iter().find_map(set)
+}
+
+fn check_rope(name: &'static str, rope: &Value, refusals: &mut Refusals) {
+    let Value::Object(rope) = rope else {
+        return refusals.only(name, &rope.shown(), &[Plain::Unset]);
+    };
+    // `type` is what older files call it; where both are, the newer counts.
+    let kind = ["rope_type", "type"].iter().find_map(|name| rope.get(*name).filter(|kind| !kind.is_unset()));
+    match kind {
+        // All else that such a map says belongs to its kind.
+        Some(kind) if kind.as_str() != Some("default") => {
+            refusals.only(name, &kind.shown(), &[Plain::Text("default")]);
+        }
+        _ => refusals.add_within(name, ROPE.check(rope.iter())),
+    }
+}
+
+const ROPE: Table = Table {
+    known: &[
+        Known::Read(&["rope_type", "type", "rope_theta"]),
+        Known::Only("partial_rotary_factor", &[Plain::Number(1.0)]),
+        Known::Only("factor", &[Plain::Number(1.0)]),
+    ],
+    off_is_unset: false,
+};
+
+/// Every setting that a Llama's `config.json` may have. A switch that is off counts as set: there are models whose default is on.
+const CONFIG: Table = Table {
+    known: &[
+        Known::Read(&[
+            "architectures",
+            "head_dim",
+            "hidden_size",
+            "initializer_range",
+            "intermediate_size",
+            "max_position_embeddings",
+            "model_type",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_parameters",
+            "rope_scaling",
+            "rope_theta",
+            "tie_word_embeddings",
+            "vocab_size",
+        ]),
+        Known::Only("add_cross_attention", &[Plain::Bool(false)]),
+        Known::Only("attention_bias", &[Plain::Bool(false)]),
+        Known::Only("attention_dropout", &[Plain::Number(0.0)]),
+        Known::Only("bias", &[Plain::Bool(false)]),
+        // Two names of one function.
+        Known::Only("hidden_act", &[Plain::Text("silu"), Plain::Text("swish")]),
+        Known::Only("is_causal", &[Plain::Bool(true)]),
+        Known::Only("is_encoder_decoder", &[Plain::Bool(false)]),
+        Known::Only("mlp_bias", &[Plain::Bool(false)]),
+        Known::Only("partial_rotary_factor", &[Plain::Number(1.0)]),
+        Known::Only("quantization_config", &[Plain::Unset]),
+        Known::Only("rope_interleaved", &[Plain::Bool(false)]),
+        Known::Only("sliding_window", &[Plain::Unset]),
+        Known::Only("use_sliding_window", &[Plain::Bool(false)]),
+        // Special tokens: the tokenizer's.
+        Known::Ignored(&[
+            "bos_token_id",
+            "decoder_start_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "sep_token_id",
+            "tokenizer_class",
+        ]),
+        // Where the file comes from, and the code of others that would read it.
+        Known::Ignored(&[
+            "_commit_hash",
+            "_name_or_path",
+            "auto_map",
+            "is_llama_config",
+            "license",
+            "transformers.js_config",
+            "transformers_version",
+            "unsloth_fixed",
+            "unsloth_version",
+        ]),
+        // How the same numbers are computed elsewhere; the dtype of the weights is in their own file.
+        Known::Ignored(&[
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "_attn_implementation_internal",
+            "_experts_implementation",
+            "_flash_attn_2_enabled",
+            "attn_implementation",
+            "chunk_size_feed_forward",
+            "dtype",
+            "gradient_checkpointing",
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "pretraining_tp",
+            "return_dict",
+            "return_dict_in_generate",
+            "tf_legacy_loss",
+            "torch_dtype",
+            "torchscript",
+            "use_bfloat16",
+            "use_cache",
+        ]),
+        // Llama does not look at them in `transformers` either: they are there for other heads and other architectures. The first
+        // Llamas had `max_sequence_length` beside the setting that counts.
+        Known::Ignored(&[
+            "cross_attention_hidden_size",
+            "finetuning_task",
+            "id2label",
+            "is_decoder",
+            "label2id",
+            "max_sequence_length",
+            "num_labels",
+            "prefix",
+            "problem_type",
+            "task_specific_params",
+            "tie_encoder_decoder",
+        ]),
+        // How `transformers` 4 completes a text, unless it is told: here it is always told.
+        Known::Ignored(&[
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+            "encoder_no_repeat_ngram_size",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "min_length",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "suppress_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+        ]),
+    ],
+    off_is_unset: false,
+};
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{MINIMAL, read};
+
+    fn message(fields: &str) -> String {
+        let message = read(&format!("{{{MINIMAL}, {fields}}}")).unwrap_err().to_string();
+        let (path, rest) = message.split_once("`: ").unwrap();
+        assert!(path.ends_with("config.json"), "{message}");
+        rest.to_owned()
+    }
+
+    fn theta(fields: &str) -> f64 {
+        read(&format!("{{{MINIMAL}, {fields}}}")).unwrap().rope_theta
+    }
+
+    #[test]
+    fn variants_that_compute_something_else_are_refused() {
+        for (field, expected) in [
+            (r#""hidden_act": "gelu""#, "hidden_act is `gelu`: only `silu`, `swish` are supported"),
+            (r#""partial_rotary_factor": 0.5"#, "partial_rotary_factor is 0.5: only 1 is supported"),
+            (r#""mlp_bias": true"#, "mlp_bias is true: only false is supported"),
+            (r#""attention_dropout": 0.1"#, "attention_dropout is 0.1: only 0 is supported"),
+            (r#""sliding_window": 4096"#, "sliding_window is 4096: only null is supported"),
+            (
+                r#""quantization_config": {"bits": 4}"#,
+                "quantization_config is a map of 1: only null is supported",
+            ),
+            (
+                r#""mlp_bias": true, "attention_bias": true"#,
+                "attention_bias is true: only false is supported; mlp_bias is true: only false is supported",
+            ),
+        ] {
+            assert_eq!(message(field), expected);
+        }
+    }
+
+    #[test]
+    fn what_is_set_and_unknown_is_refused_by_name() {
+        assert_eq!(
+            message(
+                r#""embedding_multiplier": 12.0, "use_rope": false, "hidden_act": "relu", "nothing": null"#
+            ),
+            "hidden_act is `relu`: only `silu`, `swish` are supported; unknown settings `embedding_multiplier` (12.0), `use_rope` \
+             (false): they may change what the file means; if they do not, remove them"
+        );
+        // A Mistral that does not say that it is one.
+        assert!(
+            message(r#""sliding_window": 4096, "rope_theta": 1e6"#).starts_with("sliding_window is 4096")
+        );
+        // So does a configuration in a text.
+        let text = format!("{{{MINIMAL}, \"clip_qkv\": 8}}");
+        let error = serde_json::from_str::<super::LlamaConfig>(&text).unwrap_err().to_string();
+        assert!(error.starts_with("unknown setting `clip_qkv` (8): "), "{error}");
+    }
+
+    #[test]
+    fn another_kind_of_model_is_refused_by_its_name() {
+        let refused = |json: &str| {
+            let message = read(json).unwrap_err().to_string();
+            message.split_once("`: ").unwrap().1.to_owned()
+        };
+        assert_eq!(
+            refused(r#"{"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "vocab_size": 50257}"#),
+            "model_type is `gpt2`: Llama models are read (model_type `llama`)"
+        );
+        assert_eq!(
+            refused(&format!("{{{MINIMAL}, \"model_type\": \"mistral\", \"sliding_window\": 4096}}")),
+            "model_type is `mistral`: Llama models are read (model_type `llama`)"
+        );
+        assert_eq!(
+            refused(&format!("{{{MINIMAL}, \"architectures\": [\"Qwen2ForCausalLM\"]}}")),
+            "architectures is `Qwen2ForCausalLM`: Llama models are read (model_type `llama`)"
+        );
+        assert!(
+            refused(r#"{"n_embd": 768, "n_layer": 12}"#)
+                .starts_with("unknown settings `n_embd` (768), `n_layer` (12): ")
+        );
+        read(&format!("{{{MINIMAL}, \"architectures\": [\"LLaMAForCausalLM\"]}}")).unwrap();
+    }
+
+    /// What `transformers` 5.24 makes of the same files.
+    #[test]
+    fn the_rotary_base_is_the_one_that_counts_for_transformers() {
+        for (fields, expected) in [
+            (
+                r#""rope_theta": 10000, "rope_parameters": {"rope_type": "default", "rope_theta": 500000}"#,
+                500_000.0,
+            ),
+            (r#""rope_scaling": {"rope_type": "default", "rope_theta": 500000}"#, 500_000.0),
+            (r#""rope_theta": 7000, "rope_scaling": {"type": "default"}"#, 7000.0),
+            (
+                r#""rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}"#,
+                10_000.0,
+            ),
+            (r#""rope_scaling": null, "rope_theta": 7000, "rope_parameters": {"rope_theta": 9000}"#, 9000.0),
+            (r#""rope_scaling": {}, "rope_theta": 7000"#, 7000.0),
+            (
+                r#""rope_parameters": {"rope_theta": null, "rope_type": "default"}, "rope_theta": 7000"#,
+                7000.0,
+            ),
+        ] {
+            assert_eq!(theta(fields), expected, "{fields}");
+        }
+    }
+
+    #[test]
+    fn a_kind_of_rotary_scaling_may_be_said_twice() {
+        assert_eq!(
+            theta(r#""rope_scaling": {"type": "default", "rope_type": "default", "factor": 1}"#),
+            10_000.0
+        );
+        assert_eq!(theta(r#""rope_scaling": {"type": "llama3", "rope_type": "default"}"#), 10_000.0);
+        for (kind, name) in [
+            (r#"{"type": "llama3", "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}"#, "llama3"),
+            (r#"{"type": "linear", "factor": 2.0}"#, "linear"),
+            (r#"{"rope_type": "dynamic", "type": null, "factor": 2.0}"#, "dynamic"),
+            (r#"{"rope_type": "yarn", "factor": 4.0}"#, "yarn"),
+        ] {
+            for field in ["rope_scaling", "rope_parameters"] {
+                let expected = format!("{field} is `{name}`: only `default` is supported");
+                assert_eq!(message(&format!("\"{field}\": {kind}")), expected);
+            }
+        }
+        assert_eq!(
+            message(r#""rope_scaling": {"rope_type": "default", "factor": 8.0, "mrope_section": [1]}"#),
+            "rope_scaling.factor is 8.0: only 1 is supported; unknown setting `rope_scaling.mrope_section` (a list of 1): it may \
+             change what the file means; if it does not, remove it"
+        );
+        assert_eq!(
+            message(r#""rope_scaling": "linear""#),
+            "rope_scaling is `linear`: only null is supported"
+        );
+    }
+
+    /// What `transformers` 4.31 to 5.24 and other programs wrote into files of Llamas on the hub.
+    #[test]
+    fn files_of_the_hub_are_read() {
+        for fields in [
+            r#""_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+               "eos_token_id": [128001, 128009], "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+               "model_type": "llama", "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+               "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": true"#,
+            r#""attention_bias": false, "attention_dropout": 0.0, "mlp_bias": false, "head_dim": 32, "is_llama_config": true,
+               "rope_interleaved": false, "pad_token_id": null, "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+               "unsloth_fixed": true, "_attn_implementation_autoset": true, "quantization_config": null"#,
+            r#""return_dict": true, "output_hidden_states": false, "dtype": "bfloat16", "chunk_size_feed_forward": 0,
+               "is_encoder_decoder": false, "problem_type": null, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+               "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pretraining_tp": 2"#,
+            r#""max_length": 20, "min_length": 0, "do_sample": false, "early_stopping": false, "num_beams": 1, "temperature": 1.0,
+               "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "pruned_heads": {}, "is_decoder": false,
+               "tie_encoder_decoder": false, "cross_attention_hidden_size": null, "max_sequence_length": 2048"#,
+        ] {
+            read(&format!("{{{MINIMAL}, {fields}}}")).unwrap();
+        }
+    }
+}
