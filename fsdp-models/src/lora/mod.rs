@@ -51,6 +51,9 @@ pub struct LoraConfig {
     pub dropout: f64,
 }
 
+/// Largest rank, with which products of sizes can still be counted.
+const MAX_RANK: usize = 1 << 24;
+
 impl Default for LoraConfig {
     /// Rank 8, alpha 16, on `q_proj` and `v_proj`, no dropout.
     fn default() -> Self {
@@ -67,6 +70,9 @@ impl LoraConfig {
     fn validate(&self) -> Result<(), LoraError> {
         if self.rank == 0 {
             return Err(LoraError::NoRank);
+        }
+        if self.rank > MAX_RANK {
+            return Err(LoraError::Rank { rank: self.rank });
         }
         if !(self.alpha.is_finite() && self.alpha > 0.0) {
             return Err(LoraError::Alpha { alpha: self.alpha });
@@ -134,6 +140,12 @@ pub enum LoraError {
     /// A rank of 0.
     #[error("the rank of the adapters is 0: it must be at least 1")]
     NoRank,
+    /// A rank beyond that of any matrix, which could not be counted with.
+    #[error("the rank of the adapters is {rank}: it must be at most {MAX_RANK}")]
+    Rank {
+        /// The value.
+        rank: usize,
+    },
     /// A scale that means nothing.
     #[error("alpha is {alpha}: it must be finite and positive")]
     Alpha {
@@ -357,6 +369,10 @@ mod tests {
         assert_eq!(
             message(LoraConfig { rank: 0, ..config() }),
             "the rank of the adapters is 0: it must be at least 1"
+        );
+        assert_eq!(
+            message(LoraConfig { rank: 1 << 40, ..config() }),
+            "the rank of the adapters is 1099511627776: it must be at most 16777216"
         );
         assert_eq!(
             message(LoraConfig { alpha: f64::NAN, ..config() }),
