@@ -356,3 +356,19 @@ fn what_ends_a_text_is_found_beside_the_tokenizer() {
     let message = Tokenizer::open(&dir.path().join("none")).unwrap_err().to_string();
     assert!(message.starts_with("cannot open"), "{message}");
 }
+
+#[test]
+fn a_tokenizer_whose_parts_contradict_each_other_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    // A template with a token that it does not describe.
+    write_json(dir.path(), |json| {
+        json["post_processor"] = json!({"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+            "single": [{"SpecialToken": {"id": "[ABSENT]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]});
+    });
+    let outcome = Tokenizer::open(dir.path()).and_then(|tokenizer| tokenizer.encode_prompt("a"));
+    let message = outcome.unwrap_err().to_string();
+    assert!(
+        message.contains("tokenizer.json`") && message.contains("its parts contradict each other"),
+        "{message}"
+    );
+}

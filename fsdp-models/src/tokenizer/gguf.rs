@@ -30,7 +30,8 @@ pub(super) fn open(path: PathBuf) -> crate::Result<Tokenizer> {
     let invalid = |reason: String| TokenizerError::Invalid { path: path.clone(), reason };
     let cut = PreTokenizer::of(&content).map_err(invalid)?;
     complete(&mut content, cut).map_err(invalid)?;
-    let mut inner = guarded(&path, || tokenizers::Tokenizer::from_gguf(&content).map_err(reason))?;
+    let inner = guarded(|| tokenizers::Tokenizer::from_gguf(&content).map_err(reason));
+    let mut inner = inner.map_err(invalid)?;
     // candle's puts a space before every text and cuts as GPT-2 whatever it does not know.
     inner.with_pre_tokenizer(Some(cut.build(&content).map_err(invalid)?));
     let config = config(&content, &inner);

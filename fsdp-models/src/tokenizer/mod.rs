@@ -135,8 +135,8 @@ impl Tokenizer {
 
     fn encode_as(&self, text: &str, special: bool) -> crate::Result<Vec<u32>> {
         let around = self.around.filter(|_| special);
-        let encoding = self.inner.encode_fast(text, special && around.is_none());
-        let encoding = encoding.map_err(|error| self.failed("encode", &*error))?;
+        let special = special && around.is_none();
+        let encoding = self.attempt("encode", || self.inner.encode_fast(text, special))?;
         let [before, after] = around.unwrap_or_default();
         Ok(before.into_iter().chain(encoding.get_ids().iter().copied()).chain(after).collect())
     }
@@ -147,11 +147,16 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer's own.
     pub fn decode(&self, ids: &[u32]) -> crate::Result<String> {
-        Ok(self.inner.decode(ids, true).map_err(|error| self.failed("decode", &*error))?)
+        Ok(self.attempt("decode", || self.inner.decode(ids, true))?)
     }
 
-    fn failed(&self, action: &'static str, error: &(dyn std::error::Error + Send + Sync)) -> TokenizerError {
-        TokenizerError::Failed { path: self.path.clone(), action, reason: error.to_string() }
+    fn attempt<T>(
+        &self,
+        action: &'static str,
+        work: impl FnOnce() -> tokenizers::Result<T>,
+    ) -> Result<T, TokenizerError> {
+        let outcome = guarded(|| work().map_err(|error| error.to_string()));
+        outcome.map_err(|reason| TokenizerError::Failed { path: self.path.clone(), action, reason })
     }
 
     /// The token that ends a text.
@@ -187,9 +192,10 @@ impl Tokenizer {
     pub fn save(&self, dir: &Path) -> crate::Result<()> {
         let mut inner = self.inner.clone();
         inner.with_padding(self.padding.clone());
-        let failed = |error: tokenizers::Error| self.failed("save", &*error);
-        inner.with_truncation(self.truncation.clone()).map_err(failed)?;
-        let json = inner.to_string(true).map_err(failed)?;
+        let json = self.attempt("save", || {
+            inner.with_truncation(self.truncation.clone())?;
+            inner.to_string(true)
+        })?;
         let config = serde_json::to_string_pretty(&self.config).expect("a JSON value is JSON");
         for (name, text) in [("tokenizer.json", json), ("tokenizer_config.json", config)] {
             let path = dir.join(name);
@@ -204,7 +210,8 @@ impl Tokenizer {
 fn build(file: &Path) -> crate::Result<tokenizers::Tokenizer> {
     let bytes = files::read(file, MAX_TOKENIZER)?;
     tables::check_json(&bytes).into_result(Some(file)).map_err(TokenizerError::from)?;
-    Ok(guarded(file, || tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()))?)
+    let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()));
+    Ok(inner.map_err(|reason| TokenizerError::Invalid { path: file.to_path_buf(), reason })?)
 }
 
 /// Refuses tokens that `tokenizer_config.json` adds to those of `tokenizer.json`: they would be cut as plain text.
@@ -238,11 +245,10 @@ fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
     }
 }
 
-/// The libraries that build tokenizers check their input, but not against all that a damaged file can hold.
-fn guarded<T>(path: &Path, build: impl FnOnce() -> Result<T, String>) -> Result<T, TokenizerError> {
-    let outcome = catch_unwind(AssertUnwindSafe(build));
-    let outcome = outcome.unwrap_or_else(|_| Err("its parts contradict each other".to_owned()));
-    outcome.map_err(|reason| TokenizerError::Invalid { path: path.to_path_buf(), reason })
+/// The libraries that build and run tokenizers check their input, but not against all that a damaged file can hold.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    let outcome = catch_unwind(AssertUnwindSafe(work));
+    outcome.unwrap_or_else(|_| Err("its parts contradict each other".to_owned()))
 }
 
 /// Why a tokenizer cannot be had or used.
