@@ -50,6 +50,52 @@ pub enum Choice {
     Three,
 }
 
+/// Deprecated itself.
+#[deprecated(note = "a reason")]
+#[derive(FsdpUnit)]
+pub struct Old {
+    /// A weight.
+    pub w: Param,
+}
+
+/// A deprecated enum.
+#[deprecated]
+#[derive(FsdpUnit)]
+pub enum OldChoice {
+    /// One.
+    One(Param),
+    /// Another.
+    Other {
+        /// A weight.
+        w: Param,
+    },
+}
+
+/// A deprecated generic struct, with checks in the walk.
+#[deprecated]
+#[derive(FsdpUnit)]
+#[fsdp(tp_size = 2)]
+pub struct OldGeneric<T, const N: usize> {
+    #[fsdp(shape = [N, 2], tp = row)]
+    weight: Param,
+    inner: Vec<T>,
+}
+
+/// What the user has allowed.
+#[allow(deprecated)]
+#[derive(FsdpUnit)]
+pub struct MayUseOld {
+    old: Old,
+    choice: Option<OldChoice>,
+}
+
+/// What the user has allowed for a field.
+#[derive(FsdpUnit)]
+pub struct FieldMayUseOld {
+    #[allow(unused, deprecated)]
+    old: Old,
+}
+
 /// The words that the model above has no room for.
 #[derive(FsdpUnit)]
 #[fsdp(rename_all = "camelCase", crate = "fsdp", bound = "T: FsdpUnit")]
@@ -115,6 +161,14 @@ fn strict_modules_are_usable() {
     assert_eq!((fields(&model), fields(&choices)), (5, 0));
     let other = Other(None, vec![Param::new((2, 4))], || (), Empty);
     assert_eq!((fields(&other), fields(&other.3)), (3, 0));
+    let old = || Old { w: Param::new(1) };
+    let generic = OldGeneric::<Old, 3> { weight: Param::new((3, 2)), inner: vec![old()] };
+    assert_eq!((fields(&old()), fields(&OldChoice::One(Param::new(1))), fields(&generic)), (1, 2, 2));
+    assert_eq!((generic.weight.numel(), generic.inner.len()), (6, 1));
+    let may = MayUseOld { old: old(), choice: Some(OldChoice::Other { w: Param::new(1) }) };
+    let field = FieldMayUseOld { old: old() };
+    assert_eq!((fields(&may), fields(&field), may.choice.is_some()), (2, 1, true));
+    assert_eq!(may.old.w.numel() + field.old.w.numel(), 2);
     let cut = Cut { whole_weight: Param::new(4), name: "cut" };
     let generic = CutGeneric::<3> { weight: Param::new((3, 2)) };
     assert_eq!((fields(&cut), fields(&generic), cut.name), (1, 1, "cut"));

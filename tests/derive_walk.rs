@@ -452,10 +452,10 @@ fn the_only_field_of_a_tuple_variant_is_named_as_the_enum() {
         (names.join(" "), recorder.variants.join(" "))
     };
     let of = |names: &str, variants: &str| (names.to_string(), variants.to_string());
-    assert_eq!(named(Ffn::Dense(leaf())), of("ffn.weight", "ffn=Dense"));
-    assert_eq!(named(Ffn::Routed(vec![leaf()])), of("ffn.experts.0.weight", "ffn=Routed"));
+    assert_eq!(named(Ffn::Dense(leaf())), of("ffn.weight", "ffn=Ffn::Dense"));
+    assert_eq!(named(Ffn::Routed(vec![leaf()])), of("ffn.experts.0.weight", "ffn=Ffn::Routed"));
     let nested = Ffn::Nested(Box::new(Ffn::Dense(leaf())));
-    assert_eq!(named(nested), of("ffn.weight", "ffn=Nested ffn=Dense"));
+    assert_eq!(named(nested), of("ffn.weight", "ffn=Ffn::Nested ffn=Ffn::Dense"));
 }
 
 #[test]

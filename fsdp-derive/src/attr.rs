@@ -156,7 +156,7 @@ fn read_words(
     let mut seen = Vec::new();
     for attr in attrs.iter().filter(|attr| attr.path().is_ident("fsdp")) {
         let list = attr.parse_nested_meta(|meta| {
-            let outcome = match known_word(&meta.path, known) {
+            let outcome = match known_word(&meta, known) {
                 Ok(word) if seen.contains(&word) => {
                     Err(Error::new(meta.path.span(), format!("duplicate `{word}`: it was said before")))
                 }
@@ -185,25 +185,49 @@ fn to_next_comma(input: ParseStream<'_>) -> Result<()> {
     Ok(())
 }
 
-fn known_word(path: &Path, known: &'static [&'static str]) -> Result<&'static str> {
+/// Not an attribute, but what one may be taken for.
+const UNIT: &str = "unit";
+
+fn known_word(meta: &ParseNestedMeta, known: &'static [&'static str]) -> Result<&'static str> {
+    let path = &meta.path;
     let word = match path.get_ident() {
-        Some(ident) => ident.unraw().to_string(),
+        Some(ident) => ident.unraw().to_string() + &after_hyphens(meta.input)?,
         None => path.segments.iter().map(|s| s.ident.to_string()).collect::<Vec<_>>().join("::"),
     };
     if let Some(known) = known.iter().find(|known| **known == word) {
         return Ok(known);
     }
-    let message = if word == "unit" {
-        "`unit` is not an attribute: a communication unit is a type, write the field as `Unit<..>`"
-            .to_string()
-    } else if FIELD_WORDS.contains(&word.as_str()) {
-        format!("`{word}` belongs on a field, not on the struct")
-    } else if STRUCT_WORDS.contains(&word.as_str()) {
-        format!("`{word}` belongs on the struct, not on a field")
-    } else if let Some(near) = suggest::nearest(&word, known) {
-        format!("unknown attribute `{word}`: did you mean `{near}`?")
-    } else {
-        format!("unknown attribute `{word}`: expected {}", suggest::list(known))
+    // What may stand here comes first: of several that are as near, the first is meant.
+    let words = [known, &[UNIT], FIELD_WORDS, STRUCT_WORDS].concat();
+    let message = match suggest::nearest(&word, &words) {
+        None => format!("unknown attribute `{word}`: expected {}", suggest::list(known)),
+        Some(UNIT) => format!(
+            "`{word}` is not an attribute: a communication unit is a type, write the field as `Unit<..>`"
+        ),
+        Some(near) => {
+            let unknown = if near == word {
+                format!("`{word}`")
+            } else if known.contains(&near) {
+                let message = format!("unknown attribute `{word}`: did you mean `{near}`?");
+                return Err(Error::new(path.span(), message));
+            } else {
+                format!("unknown attribute `{word}`: did you mean `{near}`? It")
+            };
+            let is_of_struct = STRUCT_WORDS.contains(&near);
+            let place =
+                if is_of_struct { "the struct, not on a field" } else { "a field, not on the struct" };
+            format!("{unknown} belongs on {place}")
+        }
     };
     Err(Error::new(path.span(), message))
+}
+
+/// What follows an identifier in a word that was written with hyphens.
+fn after_hyphens(input: ParseStream<'_>) -> Result<String> {
+    let mut rest = String::new();
+    while input.peek(Token![-]) && input.peek2(syn::Ident::peek_any) {
+        input.parse::<Token![-]>()?;
+        rest = format!("{rest}-{}", input.call(syn::Ident::parse_any)?);
+    }
+    Ok(rest)
 }

@@ -28,6 +28,11 @@ impl Ctxt {
         }
     }
 
+    /// There is no error so far.
+    pub fn is_empty(&self) -> bool {
+        self.errors.borrow().as_ref().is_none_or(Vec::is_empty)
+    }
+
     /// All errors as one, in the order they were found.
     pub fn check(self) -> syn::Result<()> {
         let errors = self.errors.borrow_mut().take().unwrap_or_default();

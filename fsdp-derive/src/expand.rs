@@ -8,7 +8,7 @@ use syn::{DeriveInput, Generics, Lifetime, LitStr, Path};
 
 use crate::attr::{Dtype, FieldAttrs, Init, Tp};
 use crate::bound;
-use crate::model::{Body, Field, Module, Role, Variant};
+use crate::model::{self, Body, Field, Module, Role, Variant};
 
 /// The impl of a module in which nothing is wrong.
 pub fn expand(module: &Module, krate: &Path) -> TokenStream {
@@ -31,7 +31,8 @@ pub fn expand(module: &Module, krate: &Path) -> TokenStream {
         Body::Enum(variants) => {
             let arms = variants.iter().map(|variant| {
                 let ident = &variant.ident;
-                let name = LitStr::new(&ident.unraw().to_string(), Span::mixed_site());
+                let name = format!("{}::{}", module.ident.unraw(), ident.unraw());
+                let name = LitStr::new(&name, Span::mixed_site());
                 let (bindings, statements) = fields.walk_variant(variant, &walker);
                 quote!(Self::#ident { #(#bindings,)* .. } => { #walker.variant(#name); #(#statements)* })
             });
@@ -59,6 +60,7 @@ pub fn expand(module: &Module, krate: &Path) -> TokenStream {
         walker: if fields.use_walker() { quote!(#walker) } else { quote!(_) },
         body: quote!(#check_in_walk #body),
         beside: check_here,
+        deprecated: module.deprecated,
     }
     .write()
 }
@@ -76,6 +78,7 @@ pub fn stub(input: &DeriveInput, krate: &Path) -> TokenStream {
         walker: quote!(_),
         body: TokenStream::new(),
         beside: TokenStream::new(),
+        deprecated: model::is_deprecated(input),
     }
     .write()
 }
@@ -89,14 +92,18 @@ struct Impl<'m> {
     walker: TokenStream,
     body: TokenStream,
     beside: TokenStream,
+    deprecated: bool,
 }
 
 impl Impl<'_> {
     fn write(self) -> TokenStream {
-        let Impl { ident, generics, krate, where_clause, constants, walker, body, beside } = self;
+        let Impl { ident, generics, krate, where_clause, constants, walker, body, beside, deprecated } = self;
         let (impl_generics, type_generics, _) = generics.split_for_impl();
         let walk = fresh_lifetime(generics);
+        // Not always: where the lint is forbidden, to allow it is an error.
+        let allow = deprecated.then(|| quote!(#[allow(deprecated)]));
         quote! {
+            #allow
             const _: () = {
                 use #krate::__private as __fsdp;
                 #[automatically_derived]

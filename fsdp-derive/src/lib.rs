@@ -28,27 +28,35 @@ pub fn derive_fsdp_unit(input: proc_macro::TokenStream) -> proc_macro::TokenStre
     derive(input.into(), krate::of_the_user).into()
 }
 
-/// The derive on `proc_macro2` tokens, so that tests can call it. `krate` says where the `fsdp` crate is if the
+/// The derive on `proc_macro2` tokens, so that tests can call it. `krate` says where the `fsdp` crate is, if it is, if the
 /// input does not: it reads the user's manifest.
-fn derive(input: proc_macro2::TokenStream, krate: impl FnOnce() -> syn::Path) -> proc_macro2::TokenStream {
+fn derive(
+    input: proc_macro2::TokenStream,
+    krate: impl FnOnce() -> Option<syn::Path>,
+) -> proc_macro2::TokenStream {
     let input = match syn::parse2::<syn::DeriveInput>(input) {
         Ok(input) => input,
         Err(error) => return error.into_compile_error(),
     };
     let ctxt = ctxt::Ctxt::new();
     let module = model::Module::from_input(&ctxt, &input);
-    let krate = module.as_ref().and_then(|module| module.attrs.krate.clone()).unwrap_or_else(krate);
+    let krate = module.as_ref().and_then(|module| module.attrs.krate.clone()).or_else(krate);
     if let Some(module) = &module {
         check::check(&ctxt, module);
     }
-    match (ctxt.check(), &module) {
-        (Ok(()), Some(module)) => expand::expand(module, &krate),
+    // It may be what a mistaken list was to say.
+    if krate.is_none() && ctxt.is_empty() {
+        ctxt.error(proc_macro2::Span::call_site(), krate::NOT_FOUND);
+    }
+    match (ctxt.check(), &module, &krate) {
+        (Ok(()), Some(module), Some(krate)) => expand::expand(module, krate),
         // A mistake must be one message: without an impl, every use of the type would add its own.
-        (Err(error), _) => {
-            let stub = expand::stub(&input, &krate);
+        (Err(error), _, krate) => {
+            let stub = krate.as_ref().map(|krate| expand::stub(&input, krate));
             let error = error.into_compile_error();
             quote::quote!(#error #stub)
         }
-        (Ok(()), None) => expand::stub(&input, &krate),
+        (Ok(()), None, Some(krate)) => expand::stub(&input, krate),
+        (Ok(()), _, None) => unreachable!("a crate that was not found is a mistake"),
     }
 }

@@ -16,6 +16,8 @@ pub struct Module {
     pub generics: Generics,
     pub attrs: StructAttrs,
     pub body: Body,
+    /// The user has settled what is said of its use of something deprecated: see [`is_deprecated`].
+    pub deprecated: bool,
 }
 
 /// Where the fields are.
@@ -81,7 +83,8 @@ impl Module {
                 return None;
             }
         };
-        Some(Module { ident: input.ident.clone(), generics: input.generics.clone(), attrs, body })
+        let (ident, generics) = (input.ident.clone(), input.generics.clone());
+        Some(Module { ident, generics, attrs, body, deprecated: is_deprecated(input) })
     }
 
     /// The groups of fields that exist together: the struct's, or those of each variant.
@@ -107,6 +110,37 @@ impl Field {
     pub fn is_state(&self) -> bool {
         matches!(self.role, Role::Walked | Role::Buffer)
     }
+}
+
+/// Whether the item or a part of it is deprecated or may use what is: where it is used is the user's to hear of, not what the
+/// derive writes. Anything else deprecated that the derive would name is the user's to hear of as well.
+pub fn is_deprecated(input: &DeriveInput) -> bool {
+    let of_fields = |fields: &Fields| fields.iter().any(|field| settles(&field.attrs));
+    let parts = match &input.data {
+        syn::Data::Struct(data) => of_fields(&data.fields),
+        syn::Data::Enum(data) => {
+            data.variants.iter().any(|variant| settles(&variant.attrs) || of_fields(&variant.fields))
+        }
+        syn::Data::Union(_) => false,
+    };
+    parts || settles(&input.attrs)
+}
+
+/// `#[deprecated]`, or `deprecated` in a list of lints that are not to be raised.
+fn settles(attrs: &[syn::Attribute]) -> bool {
+    let lists = |attr: &syn::Attribute| {
+        let mut found = false;
+        let list = attr.parse_nested_meta(|meta| {
+            found |= meta.path.is_ident("deprecated");
+            Ok(())
+        });
+        // What comes after the mistake, if there is one, is rustc's.
+        list.is_ok() && found
+    };
+    attrs.iter().any(|attr| {
+        let is = |name| attr.path().is_ident(name);
+        is("deprecated") || ((is("allow") || is("expect")) && lists(attr))
+    })
 }
 
 fn read_fields(ctxt: &Ctxt, fields: &Fields, rule: Option<RenameRule>) -> Vec<Field> {

@@ -1,13 +1,20 @@
 //! "Did you mean": the known word nearest to an unknown one.
 
-/// The word of `known` that is at most two edits away from `word`, if fewer than half of its letters differ.
+/// The word of `known` that is at most two edits away from `word`, if no more than half of its letters differ; the first of
+/// several. Case, and how words are joined, do not count.
 pub fn nearest<'k>(word: &str, known: &[&'k str]) -> Option<&'k str> {
+    let word = letters(word);
     known
         .iter()
-        .map(|candidate| (distance(&word.to_lowercase(), candidate), *candidate))
-        .filter(|(edits, candidate)| *edits <= 2 && edits * 2 <= candidate.len().min(word.len()))
-        .min_by_key(|(edits, _)| *edits)
-        .map(|(_, candidate)| candidate)
+        .map(|candidate| (letters(candidate), *candidate))
+        .map(|(letters, candidate)| (distance(&word, &letters), letters.len().min(word.len()), candidate))
+        .filter(|(edits, len, _)| *edits <= 2 && edits * 2 <= *len)
+        .min_by_key(|(edits, _, _)| *edits)
+        .map(|(_, _, candidate)| candidate)
+}
+
+fn letters(word: &str) -> String {
+    word.chars().filter(|c| !matches!(c, '_' | '-')).collect::<String>().to_lowercase()
 }
 
 /// `` `a`, `b` or `c` ``.
@@ -61,6 +68,9 @@ mod tests {
         assert_eq!(nearest("froze", &known), Some("frozen"));
         assert_eq!(nearest("Skip", &known), Some("skip"));
         assert_eq!(nearest("nodecay", &known), Some("no_decay"));
+        assert_eq!(nearest("NO-DECAY", &known), Some("no_decay"));
+        assert_eq!(nearest("TP", &known), Some("tp"));
+        assert_eq!(nearest("__", &["tp"]), None);
         assert_eq!(nearest("tpp", &known), Some("tp"));
         assert_eq!(nearest("x", &known), None);
         assert_eq!(nearest("up", &known), Some("tp"));

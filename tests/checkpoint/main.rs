@@ -3,6 +3,7 @@
 mod agreement;
 mod beside;
 mod damaged;
+mod described;
 mod faults;
 mod file_faults;
 mod frozen;

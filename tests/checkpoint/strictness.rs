@@ -63,7 +63,7 @@ fn a_strict_restore_lists_everything_and_changes_nothing() {
         let error = Checkpoints::new(dir.path()).restore_latest(Restore::new(&mut model)).unwrap_err();
         let fsdp::Error::Checkpoint(typed) = &error else { panic!("{error}") };
         let CheckpointError::Mismatch { sections, .. } = &**typed else { panic!("{error}") };
-        let (section, Mismatch { missing, unexpected, shapes, dtypes }) = &sections[0];
+        let (section, Mismatch { missing, unexpected, shapes, dtypes, .. }) = &sections[0];
         assert_eq!((sections.len(), section.as_str()), (1, "model"));
         assert_eq!(
             (missing.as_slice(), unexpected.as_slice()),

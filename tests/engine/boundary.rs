@@ -174,6 +174,39 @@ fn several_tensors_cross_a_boundary() {
 }
 
 #[test]
+fn a_tuple_of_two_dtypes_is_told_where_else_the_tensor_goes() {
+    #[derive(FsdpUnit)]
+    struct Ids {
+        w: Param,
+    }
+    impl Forward<(), (Tensor, Tensor), Tensor> for Ids {
+        fn forward(&self, (x, _): &(Tensor, Tensor), _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+            x * self.w.tensor(scope)?
+        }
+    }
+    #[derive(FsdpUnit)]
+    struct IdsNet {
+        ids: Unit<Ids>,
+    }
+    impl Forward for IdsNet {
+        fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+            let ids = x.to_dtype(DType::U32)?;
+            let out: Tensor = self.ids.forward(&(x.clone(), ids), &(), scope)?;
+            out.sum_all()
+        }
+    }
+    on_ranks(1, |world| {
+        let net = IdsNet { ids: Unit::new(Ids { w: Param::new(2) }) };
+        let model = net.fully_shard(&world.data_parallel_mesh())?;
+        let x = Tensor::ones(2, DType::F32, &Device::Cpu)?;
+        let error = model.forward::<Tensor, Tensor>(&x).unwrap_err().to_string();
+        assert!(error.contains("element 0 is F32, element 1 is U32"), "{error}");
+        assert!(error.contains("goes in the context, which may be of any type"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
 fn initial_weights_are_the_same_for_every_world_and_strategy() {
     let initial = |ranks, strategy, precision| {
         let all = on_ranks(ranks, |world| {

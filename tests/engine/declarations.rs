@@ -228,8 +228,41 @@ fn ranks_with_other_variants_of_the_same_layout_learn_it() {
         let mlp = if world.rank() == 0 { Activation::Gelu(scale) } else { Activation::Relu(scale) };
         let model = Model { two: Two::zeros(2), mlp: Some(mlp) };
         let text = model.fully_shard(&world.data_parallel_mesh()).unwrap_err().to_string();
-        assert!(text.contains("`mlp` is the variant `Gelu`"), "{text}");
-        assert!(text.contains("`mlp` is the variant `Relu`"), "{text}");
+        assert!(text.contains("`mlp` is the variant `Activation::Gelu`"), "{text}");
+        assert!(text.contains("`mlp` is the variant `Activation::Relu`"), "{text}");
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_tie_otherwise_or_lack_an_optional_module_learn_it() {
+    #[derive(FsdpUnit)]
+    struct Three {
+        a: Param,
+        b: Param,
+        c: Param,
+    }
+    #[derive(FsdpUnit)]
+    struct Dropout;
+    #[derive(FsdpUnit)]
+    struct Model {
+        // All of a tie is in one unit: the layout is the same.
+        three: Unit<Three>,
+        dropout: Option<Dropout>,
+    }
+    let build = |of_b: bool, dropout: Option<Dropout>| {
+        let (a, b) = (Param::new(4), Param::new(4));
+        let c = if of_b { b.clone() } else { a.clone() };
+        Model { three: Unit::new(Three { a, b, c }), dropout }
+    };
+    on_ranks(2, |world| {
+        let (mesh, second) = (world.data_parallel_mesh(), world.rank() == 1);
+        let text = build(second, None).fully_shard(&mesh).unwrap_err().to_string();
+        assert!(text.contains("`three.c` is tied to `three.a`"), "{text}");
+        assert!(text.contains("`three.c` is tied to `three.b`"), "{text}");
+        let text = build(false, second.then_some(Dropout)).fully_shard(&mesh).unwrap_err().to_string();
+        assert!(text.contains("`dropout` is the variant `None`"), "{text}");
+        assert!(text.contains("`dropout` is the variant `Some`"), "{text}");
         Ok(())
     });
 }

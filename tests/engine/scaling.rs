@@ -27,6 +27,23 @@ fn the_same_batch_on_more_ranks_changes_nothing() {
 }
 
 #[test]
+fn the_mean_of_a_loss_is_that_over_all_ranks() {
+    on_ranks(4, |world| {
+        let model = dot(3).fully_shard(&world.mesh(&[("dp_outer", 2), ("dp_shard", 2)])?)?;
+        let losses = [1.0, 2.0, 3.0, 6.5];
+        assert_eq!(model.mean_over_ranks(losses[world.rank()])?, 3.125);
+        let one_is_lost = if world.rank() == 2 { f64::NAN } else { 1.0 };
+        assert!(model.mean_over_ranks(one_is_lost)?.is_nan());
+        Ok(())
+    });
+    on_ranks(1, |world| {
+        let model = dot(3).fully_shard(&world.data_parallel_mesh())?;
+        assert_eq!(model.mean_over_ranks(0.7)?, 0.7);
+        Ok(())
+    });
+}
+
+#[test]
 fn sums_are_sums() {
     for strategy in Strategy::ALL {
         on_ranks(3, |world| {

@@ -42,6 +42,102 @@ fn unknown_words_get_the_nearest_or_all_known_ones() {
     );
 }
 
+/// However a word is spelled, the message is that of the word.
+#[test]
+fn near_misses_get_the_words_message() {
+    for word in ["unit", "Unit", "UNIT", "units", "Units", "unti"] {
+        let tokens: TokenStream = word.parse().unwrap();
+        let message = format!(
+            "`{word}` is not an attribute: a communication unit is a type, write the field as `Unit<..>`"
+        );
+        assert_error(field(tokens.clone()), &message);
+        assert_error(
+            quote!(
+                #[fsdp(#tokens)]
+                struct S;
+            ),
+            &message,
+        );
+    }
+    let of_fields = [
+        ("Frozen", "frozen"),
+        ("FROZEN", "frozen"),
+        ("TP", "tp"),
+        ("Tp", "tp"),
+        ("no-decay", "no_decay"),
+        ("nodecay", "no_decay"),
+        ("NoDecay", "no_decay"),
+        ("no_decays", "no_decay"),
+        ("tie-with", "tie_with"),
+        ("tieWith", "tie_with"),
+        ("dType", "dtype"),
+        ("inits", "init"),
+        ("Skip", "skip"),
+        ("buffers", "buffer"),
+        ("experts", "expert"),
+        ("shapes", "shape"),
+        ("Rename", "rename"),
+        ("Fused", "fused"),
+    ];
+    for (spelled, word) in of_fields {
+        let tokens: TokenStream = spelled.parse().unwrap();
+        let unknown = format!("unknown attribute `{spelled}`: did you mean `{word}`?");
+        assert_error(field(tokens.clone()), &unknown);
+        let place = format!("{unknown} It belongs on a field, not on the struct");
+        assert_error(
+            quote!(
+                #[fsdp(#tokens)]
+                struct S;
+            ),
+            &place,
+        );
+    }
+    for (spelled, word) in
+        [("Crate", "crate"), ("TPSize", "tp_size"), ("rename-all", "rename_all"), ("Bound", "bound")]
+    {
+        let tokens: TokenStream = spelled.parse().unwrap();
+        let unknown = format!("unknown attribute `{spelled}`: did you mean `{word}`?");
+        assert_error(
+            quote!(
+                #[fsdp(#tokens = "x")]
+                struct S;
+            ),
+            &unknown,
+        );
+        let place = format!("{unknown} It belongs on the struct, not on a field");
+        assert_error(field(quote!(#tokens = "x")), &place);
+    }
+}
+
+#[test]
+fn a_crate_that_does_not_have_fsdp_is_told_what_to_write() {
+    let found = |input: TokenStream| crate::derive(input, || None).to_string();
+    let output = found(quote!(
+        struct S {
+            a: P,
+        }
+    ));
+    assert!(output.contains("this package does not depend on `fsdp`"), "{output}");
+    assert!(!output.contains("impl"), "{output}");
+    // One mistake, one message: this list may have been to say it.
+    let output = found(quote!(
+        #[fsdp(crate)]
+        enum E {
+            A(P),
+        }
+    ));
+    assert!(output.contains("`crate` takes the path") && !output.contains("does not depend"), "{output}");
+    assert!(
+        !found(quote!(
+            #[fsdp(crate = "a::b")]
+            struct S {
+                a: P,
+            }
+        ))
+        .contains("compile_error")
+    );
+}
+
 const ALL: &str = "`buffer`, `dtype`, `expert`, `frozen`, `fused`, `init`, `no_decay`, `rename`, `shape`, `skip`, \
      `tie_with` or `tp`";
 

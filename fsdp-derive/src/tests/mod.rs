@@ -13,7 +13,7 @@ use proc_macro2::TokenStream;
 
 /// The derive in a crate that has `fsdp` under its own name.
 fn derive(input: TokenStream) -> TokenStream {
-    crate::derive(input, || syn::parse_quote!(::fsdp))
+    crate::derive(input, || Some(syn::parse_quote!(::fsdp)))
 }
 
 /// The messages of a derive, in order; empty if it succeeded.

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::agree::Group;
+use super::description::ModelDescription;
 use super::error::CheckpointError;
 use super::expected::frozen_tensors;
 use super::finite::is_finite;
@@ -40,6 +41,7 @@ pub(super) struct Prepared {
     pub group: Group,
     pub seed: u64,
     pub writer: Writer,
+    pub model: ModelDescription,
     pub sections: BTreeMap<String, Vec<Declared>>,
     pub pieces: Vec<Piece>,
     pub values: BTreeMap<String, Value>,
@@ -91,6 +93,7 @@ impl<'a> Contents<'a> {
                 alignment: format!("{:?}", engine.config.alignment),
                 library: env!("CARGO_PKG_VERSION").into(),
             },
+            model: ModelDescription::of(model),
             sections: BTreeMap::new(),
             pieces: Vec::new(),
             values: BTreeMap::new(),

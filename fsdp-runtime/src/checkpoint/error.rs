@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::description::NOT_TIED;
 use crate::files::{FileError, Mismatch, brief, said};
 
 /// Most characters of differences in a message; of the sections beyond, only their number is told.
@@ -145,6 +146,9 @@ fn listed(sections: &[(String, Mismatch)]) -> String {
             return format!("{text}\n and {} more sections", sections.len() - at);
         }
         text += &format!("\n {}:{mismatch}", brief(section));
+    }
+    if sections.iter().flat_map(|(_, mismatch)| &mismatch.ties).any(|tie| tie.expected == NOT_TIED) {
+        text.push_str("\n `Restore::untied` fills each tensor that was tied from the one that was saved");
     }
     text
 }

@@ -1,6 +1,6 @@
 //! What a model expects of a checkpoint, and what is wrong with the one it gets.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use candle_core::Tensor;
 
@@ -21,11 +21,16 @@ fn is_float(dtype: &str) -> bool {
     matches!(dtype, "F32" | "BF16" | "F16" | "F64")
 }
 
-/// How what is stored differs from what is expected.
-pub(super) fn mismatch(expected: &[Expected], stored: &Section) -> Mismatch {
+/// How what is stored differs from what is expected; `saved_as` has the names of what is saved under another one.
+pub(super) fn mismatch(
+    expected: &[Expected],
+    stored: &Section,
+    saved_as: &HashMap<String, String>,
+) -> Mismatch {
+    let saved = |name| saved_as.get(name).unwrap_or(name);
     let mut mismatch = Mismatch::default();
     for Expected { name, shape, dtype, exact } in expected {
-        let Some(StoredTensor { shape: found, dtype: found_dtype, .. }) = stored.get(name) else {
+        let Some(StoredTensor { shape: found, dtype: found_dtype, .. }) = stored.get(saved(name)) else {
             mismatch.missing.push(name.clone());
             continue;
         };
@@ -42,7 +47,7 @@ pub(super) fn mismatch(expected: &[Expected], stored: &Section) -> Mismatch {
             mismatch.dtypes.push(DtypeMismatch { name: name.clone(), expected, found });
         }
     }
-    let known: HashSet<&str> = expected.iter().map(|expected| expected.name.as_str()).collect();
+    let known: HashSet<&str> = expected.iter().map(|expected| saved(&expected.name).as_str()).collect();
     mismatch.unexpected = stored.keys().filter(|name| !known.contains(name.as_str())).cloned().collect();
     mismatch
 }

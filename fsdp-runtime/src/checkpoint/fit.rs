@@ -1,6 +1,6 @@
 //! How a checkpoint fits what is to be restored from it.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::contents::{MODEL, OPTIMIZER};
 use super::error::CheckpointError;
@@ -24,6 +24,15 @@ pub(super) struct Fit {
     pub updates: Vec<Option<u64>>,
     pub skipped: Mismatches,
     pub unused: Vec<String>,
+    /// Names in the file of the tensors that have another one there.
+    pub saved_as: HashMap<String, String>,
+}
+
+impl Fit {
+    /// The name in the file of a tensor of the model.
+    pub fn saved<'a>(&'a self, name: &'a str) -> &'a str {
+        self.saved_as.get(name).map_or(name, String::as_str)
+    }
 }
 
 impl Restore<'_> {
@@ -33,7 +42,8 @@ impl Restore<'_> {
         let strict = if self.strict { "all of the state" } else { "what fits of the state" };
         let verified =
             if self.verified { "what was checked before" } else { "what is checked as it is read" };
-        let parts = [("frozen", frozen), ("strict", strict), ("verified", verified)];
+        let untie = if self.untie { "what was tied into each" } else { "what was tied into what is" };
+        let parts = [("frozen", frozen), ("strict", strict), ("untie", untie), ("verified", verified)];
         let mut parts: BTreeMap<String, String> =
             parts.into_iter().map(|(name, words)| (name.to_owned(), words.to_owned())).collect();
         if let Some(optimizer) = &self.optimizer {
@@ -53,7 +63,8 @@ impl Restore<'_> {
         }
         let value = self.optimizer_value(checkpoint);
         let takes_optimizer = self.strict || matches!(value, Ok((Some(_), _)));
-        let (mut skipped, unused) = self.compare_sections(checkpoint, takes_optimizer)?;
+        let saved_as = self.saved_as(checkpoint);
+        let (mut skipped, unused) = self.compare_sections(checkpoint, takes_optimizer, &saved_as)?;
         if self.strict && !skipped.is_empty() {
             let path = checkpoint.path().to_path_buf();
             return Err(CheckpointError::Mismatch { path, sections: skipped }.into());
@@ -62,7 +73,16 @@ impl Restore<'_> {
         skipped.extend(other.map(|other| (OPTIMIZER.to_owned(), other)));
         let updates =
             self.averages.iter().map(|(name, _)| self.updates(checkpoint, name)).collect::<Result<_>>()?;
-        Ok(Fit { optimizer, updates, skipped, unused })
+        Ok(Fit { optimizer, updates, skipped, unused, saved_as })
+    }
+
+    /// The names in the file of the tensors that have another one there.
+    fn saved_as(&self, checkpoint: &Checkpoint) -> HashMap<String, String> {
+        let Index { model: Some(file), tensors, .. } = checkpoint.index() else { return HashMap::new() };
+        let ours = self.engine.layout.params.iter().flat_map(|spec| spec.tensors());
+        let mut saved_as = self.model.saved_as(file, ours.map(|tensor| tensor.name), self.untie);
+        saved_as.retain(|_, saved| tensors.get(MODEL).is_some_and(|tensors| tensors.contains_key(saved)));
+        saved_as
     }
 
     /// What is wrong with each section that is to be restored, and which sections are not.
@@ -70,6 +90,7 @@ impl Restore<'_> {
         &self,
         checkpoint: &Checkpoint,
         optimizer: bool,
+        saved_as: &HashMap<String, String>,
     ) -> Result<(Mismatches, Vec<String>)> {
         let engine = &*self.engine;
         let left = if self.frozen { HashSet::new() } else { frozen_tensors(engine) };
@@ -106,9 +127,12 @@ impl Restore<'_> {
             let is_average = self.averages.iter().any(|(name, _)| name == section);
             let is_taken = !is_average || self.takes_average(checkpoint, section);
             let stored = stored.get(section).filter(|_| is_taken).unwrap_or(&none);
-            let mut mismatch = mismatch(expected, stored);
+            let mut mismatch = mismatch(expected, stored, saved_as);
             if section == MODEL {
                 mismatch.unexpected.retain(|name| !left.contains(name.as_str()));
+                if let Some(file) = &checkpoint.index().model {
+                    self.model.compare(file, self.untie, &mut mismatch);
+                }
             }
             if !mismatch.is_empty() {
                 wrong.push((section.clone(), mismatch));

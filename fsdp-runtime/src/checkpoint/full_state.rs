@@ -119,7 +119,7 @@ impl<M: FsdpUnit> Fsdp<M> {
         // Only the first rank knows what it has.
         let stored = group.by_first("the tensors of the full state", || section(state))?;
         let stored: Section = serde_json::from_slice(&stored).map_err(unreadable)?;
-        let wrong = mismatch(&expected, &stored);
+        let wrong = mismatch(&expected, &stored, &HashMap::new());
         if strict && !wrong.is_empty() {
             return Err(CheckpointError::OtherState { mismatch: Box::new(wrong) }.into());
         }

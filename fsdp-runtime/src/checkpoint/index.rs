@@ -5,12 +5,13 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::description::ModelDescription;
 use super::error::CheckpointError;
 pub use crate::files::StoredDtype;
 use crate::files::{brief, said};
 
-/// Version of the format that this program writes, the latest that it reads.
-pub const FORMAT_VERSION: u64 = 1;
+/// Version of the format that this program writes, the latest that it reads. Version 1 has no description of the model.
+pub const FORMAT_VERSION: u64 = 2;
 
 /// Name of the index in a checkpoint's directory.
 pub const INDEX_FILE: &str = "index.json";
@@ -31,6 +32,7 @@ pub type Section = BTreeMap<String, StoredTensor>;
 
 /// What `index.json` holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Index {
     pub(super) format: String,
     pub(super) version: u64,
@@ -40,16 +42,32 @@ pub struct Index {
     pub seed: u64,
     /// The run that wrote it; for information only.
     pub written_by: Writer,
+    /// What the model is beyond its tensors; none in a checkpoint of version 1, which is restored by its tensors alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelDescription>,
     /// The files that hold the tensors.
     pub files: Vec<StoredFile>,
     /// Small state, by name: of the optimizer, and what the program has added.
     pub values: BTreeMap<String, serde_json::Value>,
     /// The tensors, by section (`model`, `optimizer.exp_avg`, ..) and name.
     pub tensors: BTreeMap<String, Section>,
+    #[serde(default, skip_serializing)]
+    crc32: Checked,
+}
+
+/// The checksum, once it has been compared.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Checked;
+
+impl<'de> Deserialize<'de> for Checked {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        serde::de::IgnoredAny::deserialize(deserializer).map(|_| Checked)
+    }
 }
 
 /// Who wrote a checkpoint. Loading does not depend on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Writer {
     /// Number of ranks.
     pub ranks: usize,
@@ -67,6 +85,7 @@ pub struct Writer {
 
 /// A file of a checkpoint: safetensors, in which a tensor `section:name` is this rank's part, flattened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StoredFile {
     /// Name in the checkpoint's directory.
     pub name: String,
@@ -78,6 +97,7 @@ pub struct StoredFile {
 
 /// A tensor of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StoredTensor {
     /// Element type.
     pub dtype: StoredDtype,
@@ -89,6 +109,7 @@ pub struct StoredTensor {
 
 /// Consecutive elements of a flattened tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StoredPart {
     /// First element in the flattened tensor.
     pub start: usize,
@@ -130,16 +151,18 @@ impl std::fmt::Display for Named<'_> {
 const CHECKSUM: &str = ",\n  \"crc32\": \"";
 
 impl Index {
-    pub(super) fn new(step: u64, seed: u64, written_by: Writer) -> Self {
+    pub(super) fn new(step: u64, seed: u64, written_by: Writer, model: ModelDescription) -> Self {
         Index {
             format: FORMAT.into(),
             version: FORMAT_VERSION,
             step,
             seed,
             written_by,
+            model: Some(model),
             files: Vec::new(),
             values: BTreeMap::new(),
             tensors: BTreeMap::new(),
+            crc32: Checked,
         }
     }
 
@@ -203,6 +226,7 @@ impl Index {
         if self.step > MAX_STEPS {
             return Err(format!("step {} is more than {MAX_STEPS}", self.step));
         }
+        self.check_model()?;
         let mut names = std::collections::HashSet::new();
         for StoredFile { name, .. } in &self.files {
             let leads = |c: char| matches!(c, '/' | '\\' | ':') || c.is_control();
@@ -281,6 +305,36 @@ impl Index {
             }
         }
         Ok(())
+    }
+}
+
+/// The first version that has a description of the model.
+const DESCRIBED: u64 = 2;
+
+impl Index {
+    /// Checks the description of the model.
+    fn check_model(&self) -> Result<(), String> {
+        let version = self.version;
+        let model = match &self.model {
+            Some(model) if version >= DESCRIBED => model,
+            None if version < DESCRIBED => return Ok(()),
+            Some(_) => return Err(format!("it describes its model, which version {version} does not")),
+            None => return Err(format!("it does not describe its model, which version {version} does")),
+        };
+        for (path, variant) in &model.variants {
+            check_name("enum", path)?;
+            check_name("variant", variant)?;
+        }
+        let tensors = self.tensors.get(super::MODEL);
+        for (name, target) in &model.ties {
+            check_name("tensor", name)?;
+            check_name("tensor", target)?;
+            if model.ties.contains_key(target) || tensors.is_some_and(|tensors| tensors.contains_key(name)) {
+                let (name, target) = (brief(name), brief(target));
+                return Err(format!("`{name}` is tied to `{target}`, but one of them is saved as another"));
+            }
+        }
+        model.buffers.iter().try_for_each(|name| check_name("tensor", name))
     }
 }
 

@@ -8,6 +8,7 @@ use candle_core::Tensor;
 
 use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
+use super::description::ModelDescription;
 use super::error::CheckpointError;
 use super::expected::left_out;
 use super::fit::Fit;
@@ -23,15 +24,18 @@ use crate::spec::TensorPiece;
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
 /// each rank reads the elements that it holds.
 ///
-/// By default it must have exactly the tensors of what is restored, in their shapes, and in dtypes that lose nothing;
+/// By default it must have exactly the tensors of what is restored, in their shapes, and in dtypes that lose nothing, and be
+/// of a model whose enums are the same variants, whose parameters are tied as they are, and whose buffers are the same ones;
 /// see [`Restore::strict`].
 pub struct Restore<'a> {
     pub(super) engine: Arc<Engine>,
+    pub(super) model: ModelDescription,
     pub(super) buffers: Vec<(String, &'a Tensor)>,
     pub(super) optimizer: Option<&'a mut dyn OptimizerState>,
     pub(super) averages: Vec<(String, &'a mut Ema)>,
     pub(super) strict: bool,
     pub(super) frozen: bool,
+    pub(super) untie: bool,
     pub(super) verified: bool,
     /// What was wrong with how it was asked for.
     error: Option<String>,
@@ -50,6 +54,7 @@ pub struct Restored {
     /// The checkpoint, for the values that the program has added.
     pub checkpoint: Checkpoint,
     /// What did not fit, by section; empty after a strict restore. What is missing, or of another shape, is as it was.
+    /// Tensors of another variant or kind whose name and shape fit are restored.
     pub skipped: Vec<(String, Mismatch)>,
     /// Sections of the checkpoint that nothing was restored from.
     pub unused: Vec<String>,
@@ -61,11 +66,13 @@ impl<'a> Restore<'a> {
         let model: &'a Fsdp<M> = model;
         Restore {
             engine: model.engine().clone(),
+            model: ModelDescription::of(model),
             buffers: buffer_list(model.module()),
             optimizer: None,
             averages: Vec::new(),
             strict: true,
             frozen: true,
+            untie: false,
             verified: false,
             error: None,
             borrowed: PhantomData,
@@ -94,6 +101,13 @@ impl<'a> Restore<'a> {
     /// with it the model's step and seed; where it has no such average, the average.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
+        self
+    }
+
+    /// Fills each tensor that was tied to another one when it was saved, and is not tied in the model, from the one that
+    /// both were, with its share of the optimizer's state and the averages. Without it such a model is refused.
+    pub fn untied(mut self) -> Self {
+        self.untie = true;
         self
     }
 
@@ -161,7 +175,7 @@ impl<'a> Restore<'a> {
 
         engine.reset_step()?;
         group.all_done("the restored state", self.read(&checkpoint, &fit))?;
-        let Fit { optimizer, updates, skipped, unused } = fit;
+        let Fit { optimizer, updates, skipped, unused, .. } = fit;
 
         if let (Some(optimizer), Some(value)) = (&mut self.optimizer, optimizer) {
             optimizer.set_value(ModelRef(&engine), &value);
@@ -191,7 +205,7 @@ impl<'a> Restore<'a> {
             }
             for TensorPiece { tensor, elements, at } in spec.pieces(elements) {
                 if !out.weight(tensor.name) {
-                    checkpoint.read_f32(MODEL, tensor.name, elements.start, &mut values[at])?;
+                    checkpoint.read_f32(MODEL, fit.saved(tensor.name), elements.start, &mut values[at])?;
                 }
             }
             Ok(())
@@ -209,7 +223,8 @@ impl<'a> Restore<'a> {
                 let fill = |values: &mut [f32]| -> Result<()> {
                     for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
                         if !out.weight(tensor.name) {
-                            checkpoint.read_f32(section, tensor.name, elements.start, &mut values[at])?;
+                            let saved = fit.saved(tensor.name);
+                            checkpoint.read_f32(section, saved, elements.start, &mut values[at])?;
                         }
                     }
                     Ok(())

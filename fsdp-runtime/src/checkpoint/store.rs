@@ -277,7 +277,7 @@ fn index(
     manifests: &[Vec<u8>],
 ) -> Result<Index, CheckpointError> {
     let malformed = |reason: String| CheckpointError::Malformed { path: directory.to_path_buf(), reason };
-    let mut index = Index::new(step, contents.seed, contents.writer);
+    let mut index = Index::new(step, contents.seed, contents.writer, contents.model);
     index.values = contents.values;
     for (section, tensors) in contents.sections {
         let tensors = tensors.into_iter().map(|tensor| {

@@ -40,7 +40,10 @@ pub(crate) fn fingerprint(
     ];
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
-    lines.extend(collected.variants.iter().map(|(path, name)| format!("`{path}` is the variant `{name}`")));
+    lines.extend(collected.variants.iter().map(|(path, name)| {
+        let path = if path.is_empty() { "(root)" } else { path };
+        format!("`{path}` is the variant `{name}`")
+    }));
     // What the parameters are, before where they are: a difference moves all that follows it.
     let shape = |spec: &ParamSpec| {
         let parts = spec.fused.iter().map(|part| format!("{} rows of `{}`", part.rows, part.name));
@@ -49,6 +52,9 @@ pub(crate) fn fingerprint(
         format!("`{}` {:?} {}{fused}", spec.name, spec.full_shape(), spec.key.dtype)
     };
     lines.extend(layout.params.iter().map(shape));
+    let ties =
+        layout.params.iter().flat_map(|spec| spec.aliases.iter().map(move |alias| (alias, &spec.name)));
+    lines.extend(ties.map(|(alias, name)| format!("`{alias}` is tied to `{name}`")));
     lines.extend(layout.fingerprint());
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {

@@ -62,7 +62,8 @@ fn pack_all(tensors: &[&Tensor]) -> Result<(Tensor, Vec<Shape>)> {
     let dtype = tensors[0].dtype();
     if let Some((index, other)) = tensors.iter().enumerate().find(|(_, tensor)| tensor.dtype() != dtype) {
         candle_core::bail!(
-            "tensors of a unit's tuple must have one dtype: element 0 is {dtype:?}, element {index} is {:?}",
+            "tensors of a unit's tuple must have one dtype: element 0 is {dtype:?}, element {index} is {:?}. What carries no \
+             gradient (ids, masks) goes in the context, which may be of any type; floats are cast with `to_dtype`",
             other.dtype()
         );
     }

@@ -22,7 +22,9 @@ use crate::spec::{Attrs, Field, TpPlacement, Tree};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a module that can be sharded",
     label = "not a parameter, and not a module that derives `FsdpUnit`",
-    note = "derive it: `#[derive(FsdpUnit)] struct ..`; or, if this field holds no parameters, mark it `#[fsdp(skip)]`"
+    note = "derive it: `#[derive(FsdpUnit)] struct ..`; or, if this field holds no parameters, mark it `#[fsdp(skip)]`",
+    note = "a layer of another crate, as `candle_nn::Linear`, holds tensors, which cannot be sharded: hold its weights as \
+            `Param`s, and build the layer from them in `forward`"
 )]
 pub trait FsdpUnit {
     /// The fields that the walk reports, in declaration order; those of all variants of an enum.
@@ -123,7 +125,7 @@ pub trait Visitor<'a> {
     /// A tensor that is kept and saved, never reduced.
     fn buffer(&mut self, _name: &str, _tensor: &'a Tensor) {}
 
-    /// The enum at `path` is this variant; its content follows.
+    /// The enum at `path` is this variant, as `Type::Variant`, or the option there is `Some` or `None`; its content follows.
     fn variant(&mut self, _path: &str, _name: &'static str) {}
 }
 
@@ -171,7 +173,7 @@ impl<'v, 'a> Walker<'v, 'a> {
         self.descend(key, Attrs { shape: self.attrs.shape, ..Attrs::NONE }, body);
     }
 
-    /// The enum at the present path is this variant.
+    /// The enum at the present path is this variant, as `Type::Variant`.
     pub fn variant(&mut self, name: &'static str) {
         self.visitor.variant(&self.path, name);
     }
@@ -283,6 +285,8 @@ impl<T: FsdpUnit> FsdpUnit for Option<T> {
     const TREE: Tree = Tree::Unknown("an `Option` may be empty");
 
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
+        // A module without parameters is told apart from none by this alone.
+        walker.variant(if self.is_some() { "Some" } else { "None" });
         if let Some(module) = self {
             module.walk(walker);
         }

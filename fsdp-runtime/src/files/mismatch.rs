@@ -19,6 +19,24 @@ pub struct Mismatch {
     pub shapes: Vec<ShapeMismatch>,
     /// In both, in an element type that the model's cannot hold without loss, in the model's order.
     pub dtypes: Vec<DtypeMismatch>,
+    /// Enums and options that are other variants, by path, sorted; `nothing` where there is none. Only checkpoints know
+    /// them.
+    pub variants: Vec<Difference>,
+    /// Names of tensors that are tied in one of the two, or to another tensor, sorted. Only checkpoints know them.
+    pub ties: Vec<Difference>,
+    /// Tensors that are a parameter in one of the two, a buffer in the other, sorted. Only checkpoints know them.
+    pub kinds: Vec<Difference>,
+}
+
+/// What the model says of one of its parts, and what the file does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// The part.
+    pub name: String,
+    /// What it is in the model.
+    pub expected: String,
+    /// What it is in the file.
+    pub found: String,
 }
 
 /// A tensor whose shape in the file is not the model's.
@@ -86,15 +104,17 @@ impl Mismatch {
 
     /// Nothing differs.
     pub fn is_empty(&self) -> bool {
-        let Mismatch { missing, unexpected, shapes, dtypes } = self;
-        missing.is_empty() && unexpected.is_empty() && shapes.is_empty() && dtypes.is_empty()
+        let Mismatch { missing, unexpected, shapes, dtypes, variants, ties, kinds } = self;
+        let names = missing.is_empty() && unexpected.is_empty();
+        let tensors = names && shapes.is_empty() && dtypes.is_empty();
+        tensors && [variants, ties, kinds].into_iter().all(Vec::is_empty)
     }
 }
 
 impl Mismatch {
     /// One line a kind, each beginning with a line break; what is compared with the model is from `source`, in one word.
     pub(crate) fn lines(&self, source: &str) -> String {
-        let Mismatch { missing, unexpected, shapes, dtypes } = self;
+        let Mismatch { missing, unexpected, shapes, dtypes, variants, ties, kinds } = self;
         let shape = |ShapeMismatch { name, expected, found }: &ShapeMismatch| {
             let [expected, found] = [expected, found].map(|shape| brief_to(&format!("{shape:?}"), SHAPE));
             format!("{} (model {expected}, {source} {found})", brief(name))
@@ -102,13 +122,20 @@ impl Mismatch {
         let dtype = |DtypeMismatch { name, expected, found }: &DtypeMismatch| {
             format!("{} (model {expected}, {source} {found})", brief(name))
         };
-        let kinds = [
+        let difference = |Difference { name, expected, found }: &Difference| {
+            format!("{} (model {}, {source} {})", brief(name), brief(expected), brief(found))
+        };
+        // What a model is explains what it has.
+        let lists = [
+            ("of another variant", variants.len(), listed_as(variants, difference)),
+            ("tied otherwise", ties.len(), listed_as(ties, difference)),
+            ("of another kind", kinds.len(), listed_as(kinds, difference)),
             ("missing", missing.len(), listed(missing)),
             ("unexpected", unexpected.len(), listed(unexpected)),
             ("of another shape", shapes.len(), listed_as(shapes, shape)),
             ("of another dtype", dtypes.len(), listed_as(dtypes, dtype)),
         ];
-        let differ = kinds.into_iter().filter(|&(_, count, _)| count > 0);
+        let differ = lists.into_iter().filter(|&(_, count, _)| count > 0);
         differ.map(|(kind, count, listed)| format!("\n  {count} {kind}: {listed}")).collect()
     }
 }

@@ -18,7 +18,7 @@ pub use brief::{brief, brief_to, listed, said};
 pub(crate) use brief::{listed_as, shown};
 pub use dtype::StoredDtype;
 pub(crate) use lock::{FileLock, FileLocks};
-pub use mismatch::{DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
+pub use mismatch::{Difference, DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
 pub(crate) use open::open_no_link;
 pub use open::{open, open_to_write, read, read_to_string};
 pub use positioned::PositionedFile;

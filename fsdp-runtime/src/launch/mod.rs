@@ -4,8 +4,9 @@
 //! Run programs that launch ranks this way with `CANDLE_NUM_THREADS=1` in the environment: candle computes
 //! element-wise ops of 65,536 elements and more on one pool of spinning threads for the whole process, behind
 //! one lock, where ranks would wait for each other. It is read at the first such op, so a program can set it
-//! itself at the start of `main`, while it has one thread.
+//! itself at the start of `main`, while it has one thread. A program that does not is told so once.
 
+mod candle_threads;
 mod failure;
 mod rank;
 
@@ -196,6 +197,7 @@ impl Launcher {
         if self.ranks > MAX_RANKS {
             return Err(LaunchError::TooManyRanks { ranks: self.ranks });
         }
+        candle_threads::tell_of_shared_pool(self.ranks);
         let world = LocalWorld::new(self.ranks, self.options()?);
         let ends = thread::scope(|scope| {
             let mut threads: Vec<ScopedJoinHandle<'_, Result<T, RankEnd>>> = Vec::with_capacity(self.ranks);

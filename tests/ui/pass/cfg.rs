@@ -35,7 +35,7 @@ pub struct Derived<#[cfg(any())] T, const N: usize> {
     weights: [Param; N],
 }
 
-fn main() {
+pub(crate) fn main() {
     fn assert_module<T: FsdpUnit>(_: &T) {}
     let param = || Param::new(1);
     assert_module(&Named { present: param(), skipped: 1.into(), plain: param() });

@@ -23,7 +23,7 @@ pub struct Flag<const ON: bool = { 1 + 1 == 2 }, const C: char = 'x', const SIGN
 
 fn assert_module<T: FsdpUnit>(_: &T) {}
 
-fn main() {
+pub(crate) fn main() {
     let linear = || Linear::<2> { weight: Param::new((4, 2)), bias: Param::new(4) };
     let stack: Stack<2> = Stack { layers: [linear(), linear()] };
     assert_module(&stack);

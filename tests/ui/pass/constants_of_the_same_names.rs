@@ -31,7 +31,7 @@ fn fields<M: FsdpUnit>(_: &M) -> usize {
     M::FIELDS.len()
 }
 
-fn main() {
+pub(crate) fn main() {
     let model = Model { weight: Param::new(1) };
     let choice = Choice::Only(Param::new(1));
     assert_eq!((fields(&model), fields(&choice)), (1, 1));

@@ -43,7 +43,7 @@ pub struct Model {
     pub mutex: Mutex<Leaf>,
 }
 
-fn main() {
+pub(crate) fn main() {
     fn assert_module<T: FsdpUnit>() {}
     assert_module::<Model>();
 }

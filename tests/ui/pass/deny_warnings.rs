@@ -1,6 +1,6 @@
 //! The expansion is free of warnings.
 
-#![deny(warnings, missing_docs, unused, nonstandard_style, future_incompatible, rust_2018_idioms)]
+#![deny(warnings, missing_docs, unused, nonstandard_style, rust_2018_idioms)]
 #![deny(single_use_lifetimes, unused_qualifications, unused_lifetimes, unreachable_pub, trivial_casts)]
 
 use fsdp::{FsdpUnit, Param};
@@ -32,7 +32,7 @@ enum Never {}
 
 fn assert_modules<A: FsdpUnit, B: FsdpUnit, C: FsdpUnit>(_: &A, _: &B, _: &C) {}
 
-fn main() {
+pub(crate) fn main() {
     #[allow(deprecated)]
     let model = Model {
         weight: Param::new(1),

@@ -60,7 +60,7 @@ pub enum field2 {
 
 fn assert_module<T: FsdpUnit>() {}
 
-fn main() {
+pub(crate) fn main() {
     assert_module::<Model>();
     assert_module::<visit>();
     assert_module::<field2>();

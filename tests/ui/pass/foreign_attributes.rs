@@ -21,7 +21,7 @@ pub struct Model {
     pub c: Param,
 }
 
-fn main() {
+pub(crate) fn main() {
     fn assert_module<T: FsdpUnit>() {}
     assert_module::<Model>();
 }

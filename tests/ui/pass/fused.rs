@@ -52,7 +52,7 @@ fuse!(FromMacro, "x", "y", "z");
 
 fn assert_module<M: FsdpUnit>() {}
 
-fn main() {
+pub(crate) fn main() {
     assert_module::<Layer<Mixer>>();
     assert_module::<FromMacro>();
 }

@@ -50,7 +50,7 @@ impl Family for Leaves {
 
 fn assert_module<T: FsdpUnit>(_: &T) {}
 
-fn main() {
+pub(crate) fn main() {
     let leaf = || Leaf { weight: Param::new(2) };
     let outer: Outer<*const str, Leaf> = Outer { inner: leaf(), head: Param::new(3), _phantom: PhantomData };
     assert_module(&outer);

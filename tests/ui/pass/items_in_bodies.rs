@@ -1,6 +1,6 @@
 //! Structs in function bodies, closures, const blocks and nested modules with restricted visibility.
 
-fn main() {
+pub(crate) fn main() {
     use fsdp::{FsdpUnit, Param};
 
     #[derive(FsdpUnit)]

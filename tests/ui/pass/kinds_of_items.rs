@@ -41,7 +41,7 @@ pub enum Never {}
 
 fn assert_module<T: FsdpUnit>(_: &T) {}
 
-fn main() {
+pub(crate) fn main() {
     let named = || Named { weight: Param::new(1) };
     assert_module(&Braces {});
     assert_module(&Tuple(Param::new(1), named(), std::ptr::null(), 0.5));

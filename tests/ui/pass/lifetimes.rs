@@ -18,7 +18,7 @@ where
 
 fn assert_module<M: FsdpUnit>(_: &M) {}
 
-fn main() {
+pub(crate) fn main() {
     let named =
         Named { name: "n", other: "o", table: &[1.0], call: |x: &u8| x, weight: Param::new(1) };
     assert_module(&named);

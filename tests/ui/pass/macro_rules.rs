@@ -5,13 +5,14 @@ pub mod reexport {
     pub use ::fsdp::Param;
 }
 
+/// A struct by the name.
 #[macro_export]
 macro_rules! make_module {
     ($name:ident) => {
-        #[derive($crate::reexport::fsdp::FsdpUnit)]
-        #[fsdp(crate = $crate::reexport::fsdp)]
+        #[derive($crate::pass::macro_rules::reexport::fsdp::FsdpUnit)]
+        #[fsdp(crate = $crate::pass::macro_rules::reexport::fsdp)]
         pub struct $name {
-            pub weight: $crate::reexport::Param,
+            pub weight: $crate::pass::macro_rules::reexport::Param,
         }
     };
 }
@@ -19,7 +20,7 @@ macro_rules! make_module {
 macro_rules! make_from_fragments {
     ($vis:vis $name:ident<$param:ident> { $($(#[$meta:meta])* $field:ident: $ty:ty = $rename:literal),* }) => {
         #[derive(fsdp::FsdpUnit)]
-        #[fsdp(crate = "crate::reexport::fsdp")]
+        #[fsdp(crate = "crate::pass::macro_rules::reexport::fsdp")]
         $vis struct $name<$param> {
             $($(#[$meta])* #[fsdp(rename = $rename)] $field: $ty,)*
             hidden: Vec<$param>,
@@ -36,7 +37,7 @@ make_from_fragments!(pub(crate) Fragments<T> {
 
 fn assert_module<M: fsdp::FsdpUnit>(_: &M) {}
 
-fn main() {
+pub(crate) fn main() {
     let leaf = || FromMacro { weight: reexport::Param::new(1) };
     let module = Fragments { a: reexport::Param::new(1), b: leaf(), c: None, hidden: vec![leaf()] };
     assert_module(&module);

@@ -28,7 +28,7 @@ pub enum Choice {
 
 fn assert_module<M: ::fsdp::FsdpUnit>(_: &M) {}
 
-fn main() {
+pub(crate) fn main() {
     let model = Model {
         weight: ::fsdp::Param::new(1),
         bias: ::fsdp::Param::new(1),

@@ -25,7 +25,7 @@ pub enum r#enum {
 
 fn assert_module<M: FsdpUnit>(_: &M) {}
 
-fn main() {
+pub(crate) fn main() {
     let param = || Param::new(1);
     let model =
         r#try { r#type: param(), r#match: param(), normal: param(), r#mod: Inner { r#fn: param() } };

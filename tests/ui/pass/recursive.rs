@@ -30,7 +30,7 @@ pub struct B {
 
 fn assert_module<T: FsdpUnit>(_: &T) {}
 
-fn main() {
+pub(crate) fn main() {
     let param = || Param::new(1);
     assert_module(&Node { weight: param(), next: Some(Box::new(Node { weight: param(), next: None })) });
     assert_module(&Tree { weight: param(), tag: 1_u8, children: vec![] });

@@ -39,12 +39,12 @@ struct Model {
     weight: ::fsdp::Param,
     // A path says that this is not the standard one.
     string: self::String,
-    mutex: crate::Mutex,
+    mutex: super::shadowed_names::Mutex,
     #[fsdp(skip)]
     skipped: (Option<u8>, Field, Walker, Attrs),
 }
 
-fn main() {
+pub(crate) fn main() {
     fn assert_module<T: ::fsdp::FsdpUnit>() {}
     assert_module::<Model>();
 }

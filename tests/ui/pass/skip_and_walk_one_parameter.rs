@@ -26,7 +26,7 @@ pub struct NotAModule;
 
 fn assert_module<T: FsdpUnit>(_: &T) {}
 
-fn main() {
+pub(crate) fn main() {
     let param = || Param::new(1);
     assert_module(&Both { a: Leaf { weight: param() }, b: None, weight: param() });
     assert_module(&OnlySkip { config: NotAModule, weight: param() });

@@ -2,7 +2,7 @@
 //! attribute and spelling that the documentation allows, mixed at random but the same on every run.
 //!
 //! Plain std, because it is read twice: here, where the derive is a function of tokens, and by the
-//! root package's `tests/ui.rs`, where rustc compiles what it makes.
+//! package `tests/ui`, where rustc compiles what it makes.
 
 mod generics;
 mod item;
