@@ -464,7 +464,7 @@ fn a_loss_that_is_not_finite_ends_the_run_and_names_the_unit() {
     let message = place.refusal(&outputs);
     assert!(message.contains("the loss of step 1 is NaN"), "{message}");
     let message = place.refusal(&[&outputs[..], &["--check-finite"]].concat());
-    assert!(message.contains("unit `model.layers.1`, forward, step 0"), "{message}");
+    assert!(message.contains("unit `model.layers.1`, forward, step 1"), "{message}");
     assert_eq!(place.files(), ["bad", "good", "text"]);
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::checkpoint::CheckpointError;
-use crate::comm::{CommError, Phase};
+use crate::comm::{CommError, Phase, step_words};
 use crate::layout::LayoutError;
 use crate::mesh::MeshError;
 use crate::optim::OptimError;
@@ -42,7 +42,7 @@ pub enum Error {
         message: String,
     },
     /// Something failed inside a unit.
-    #[error("rank {rank}, unit `{unit}`, {phase}, step {step}: {message}")]
+    #[error("rank {rank}, unit `{unit}`, {phase}, {}: {message}", step_words(*.step))]
     Unit {
         /// This rank.
         rank: usize,
@@ -50,7 +50,7 @@ pub enum Error {
         unit: String,
         /// Part of the step.
         phase: Phase,
-        /// Optimizer step, from 0.
+        /// Optimizer step, from 0. The message counts from 1.
         step: u64,
         /// What happened.
         message: String,

@@ -66,7 +66,7 @@ fn a_rank_that_does_not_save_is_told_in_time() {
         Checkpoints::new(dir.path()).save(run.contents()).map(drop)
     });
     let error = ended.unwrap_err().to_string();
-    let expected = "timed out after 400ms in host-barrier of `a save` (checkpoint, step 0, 0 B)";
+    let expected = "timed out after 400ms in host-barrier of `a save` (checkpoint, step 1, 0 B)";
     assert!(error.contains(expected) && error.contains("missing: [1]"), "{error}");
 }
 

@@ -175,7 +175,7 @@ fn a_panic_on_one_rank_is_an_error_on_the_others() {
 #[test]
 fn an_error_on_one_rank_is_an_error_on_the_others() {
     let (texts, outcome) = explode("error", Duration::from_secs(10));
-    let expected = "rank 1 failed: unit `blocks.1`, forward, step 3: bang";
+    let expected = "rank 1 failed: unit `blocks.1`, forward, step 4: bang";
     assert!(outcome.starts_with(expected), "{outcome}");
     for rank in [0, 2] {
         let text = texts[rank].as_ref().unwrap();
@@ -187,7 +187,7 @@ fn an_error_on_one_rank_is_an_error_on_the_others() {
 fn a_rank_that_is_late_is_missed_by_name() {
     let (texts, _) = explode("sleep", Duration::from_secs(2));
     let text = texts[0].as_ref().unwrap();
-    for part in ["blocks.", "forward", "step 3", "missing", "1", "all-gather"] {
+    for part in ["blocks.", "forward", "step 4", "missing", "1", "all-gather"] {
         assert!(text.contains(part), "{part} in {text}");
     }
     assert!(texts[1].is_some() && texts[2].is_some());
@@ -312,7 +312,7 @@ fn a_value_that_is_not_finite_is_traced_to_its_unit() {
         let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
         let error = Fsdp::forward::<_, Tensor>(&model, &vec![full(3, 1.0), full(3, f32::NAN)]).unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("`units.1`") && text.contains("forward") && text.contains("step 0"), "{text}");
+        assert!(text.contains("`units.1`") && text.contains("forward") && text.contains("step 1"), "{text}");
         Ok(())
     });
 }

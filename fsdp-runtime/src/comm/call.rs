@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::comm::{Accumulate, Exchange, Gather, HostOp, Reduce, Tag};
+use crate::comm::{Accumulate, Exchange, Gather, HostOp, Reduce, Tag, step_words};
 use crate::device::Slice;
 
 /// Kind of a collective.
@@ -258,7 +258,7 @@ impl Call {
     pub(super) fn describe(op: Op, tag: &Tag, bytes: usize) -> String {
         let what = if op.is_host() { "" } else { "unit " };
         let unit = if tag.unit.is_empty() { "(root)" } else { &tag.unit };
-        format!("{op} of {what}`{unit}` ({}, step {}, {bytes} B)", tag.phase, tag.step)
+        format!("{op} of {what}`{unit}` ({}, {}, {bytes} B)", tag.phase, step_words(tag.step))
     }
 
     /// Whether two ranks do the same, in the same optimizer step: a rank that has skipped one has other weights.

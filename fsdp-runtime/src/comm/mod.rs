@@ -49,6 +49,11 @@ impl std::fmt::Display for Phase {
     }
 }
 
+/// A step that is under way, in words. Steps are counted from 0; people count from 1, in every text that names one.
+pub(crate) fn step_words(step: u64) -> String {
+    format!("step {}", step.saturating_add(1))
+}
+
 /// What a collective is for. Ranks compare tags before any byte moves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tag {
@@ -56,7 +61,7 @@ pub struct Tag {
     pub unit: Arc<str>,
     /// Part of the step.
     pub phase: Phase,
-    /// Optimizer step, from 0.
+    /// Optimizer step, from 0. Messages count from 1.
     pub step: u64,
 }
 

@@ -11,7 +11,7 @@ use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::opened::Opened;
 use super::scope::Frame;
-use crate::comm::Phase;
+use crate::comm::{Phase, step_words};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::pipeline::{Moment, Prefetch, Sync};
@@ -294,7 +294,7 @@ impl<M> Fsdp<M> {
     /// A failure of the streams or of the ranks, which nothing undoes.
     pub fn reset_step(&self) -> Result<()> {
         self.engine.reset_step()?;
-        self.engine.note_event(format!("after a reset in step {}", self.step_count()));
+        self.engine.note_event(format!("after a reset in {}", step_words(self.step_count())));
         Ok(())
     }
 
@@ -326,7 +326,7 @@ impl<M> Fsdp<M> {
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         self.engine.settle()?;
-        self.engine.note_event(format!("after a load in step {}", self.step_count()));
+        self.engine.note_event(format!("after a load in {}", step_words(self.step_count())));
         self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
     }
 

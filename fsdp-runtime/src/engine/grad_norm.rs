@@ -4,7 +4,7 @@ use super::backward_step;
 use super::config::NonFinite;
 use super::core::Engine;
 use super::fsdp::Fsdp;
-use crate::comm::{HostOp, Phase};
+use crate::comm::{HostOp, Phase, step_words};
 use crate::device::read_f32;
 use crate::error::{Error, Result};
 use crate::optim::{clip_scale, squared_norm};
@@ -121,7 +121,10 @@ impl Engine {
             NonFinite::SkipStep => {
                 let step = self.state.lock().step;
                 self.reset_step()?;
-                self.note_event(format!("after a skip of step {step}, whose gradients are not finite"));
+                self.note_event(format!(
+                    "after a skip of {}, whose gradients are not finite",
+                    step_words(step)
+                ));
                 Ok(false)
             }
         }

@@ -42,7 +42,7 @@ const HINT: &str = "; was something called on one rank only?";
 fn a_step_left_out() {
     let ends =
         at_once(3, instead_of_a_step(Strategy::default(), |training| training.microbatch(&Plan::default())));
-    ends.every_rank_says(&["differs", "all-gather of unit `layers.0`", "step 2", "step 3", "rank 1"]);
+    ends.every_rank_says(&["differs", "all-gather of unit `layers.0`", "step 3", "step 4", "rank 1"]);
 }
 
 #[test]
@@ -57,8 +57,8 @@ fn the_first_step_left_out() {
     });
     // The others are in the step, rank 1 in the next forward.
     ends.every_rank_says(&[
-        "host-gather of `optimizer` (optimizer, step 0",
-        "(forward, step 0",
+        "host-gather of `optimizer` (optimizer, step 1",
+        "(forward, step 1",
         "rank 1 waits",
         HINT,
     ]);
@@ -73,7 +73,7 @@ fn a_step_left_out_where_no_weights_are_gathered() {
             training.model.reset_step()
         }),
     );
-    ends.every_rank_says(&["differs", "all-reduce of unit `layers.", "step 2", "step 3", "rank 1"]);
+    ends.every_rank_says(&["differs", "all-reduce of unit `layers.", "step 3", "step 4", "rank 1"]);
 }
 
 fn one_microbatch_fewer(world: &World, strategy: Strategy) -> fsdp::Result<()> {
@@ -88,7 +88,7 @@ fn one_microbatch_fewer(world: &World, strategy: Strategy) -> fsdp::Result<()> {
 #[test]
 fn a_microbatch_left_out() {
     let ends = at_once(3, |world| one_microbatch_fewer(world, Strategy::OptimGradsParams));
-    ends.every_rank_says(&["differs", "all-gather of unit `layers.0` (forward, step 3", "step 2", "rank 1"]);
+    ends.every_rank_says(&["differs", "all-gather of unit `layers.0` (forward, step 4", "step 3", "rank 1"]);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn a_microbatch_left_out_where_weights_stay_whole() {
     let ends = at_once(3, |world| one_microbatch_fewer(world, Strategy::OptimGrads));
     let parts = [
         "the ranks wait for each other",
-        "all-gather of unit `layers.0` (forward, step 3",
+        "all-gather of unit `layers.0` (forward, step 4",
         "reduce-scatter of unit `layers.",
         "rank ",
     ];
@@ -108,8 +108,8 @@ fn a_microbatch_left_out_where_weights_stay_whole() {
 fn clipping_alone() {
     let ends = on_top(|training| training.model.clip_grad_norm(1.0).map(drop));
     ends.every_rank_says(&[
-        "`gradient norm` (optimizer, step 2",
-        "all-gather of unit `layers.0` (forward, step 3",
+        "`gradient norm` (optimizer, step 3",
+        "all-gather of unit `layers.0` (forward, step 4",
     ]);
 }
 
@@ -117,42 +117,42 @@ fn clipping_alone() {
 fn the_norm_asked_for_alone() {
     let ends = on_top(|training| training.model.grad_norm().map(drop));
     ends.every_rank_says(&[
-        "`gradient norm` (optimizer, step 2",
-        "all-gather of unit `layers.0` (forward, step 3",
+        "`gradient norm` (optimizer, step 3",
+        "all-gather of unit `layers.0` (forward, step 4",
     ]);
 }
 
 #[test]
 fn weights_visited_alone() {
     let ends = on_top(|training| training.model.visit_weights(|_, _| Ok(())));
-    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 2", "`layers.0` (forward, step 3"]);
+    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 3", "`layers.0` (forward, step 4"]);
 }
 
 #[test]
 fn gradients_visited_alone() {
     let ends = on_top(|training| training.model.visit_gradients(|_, _| Ok(())));
     ends.every_rank_says(&[
-        "all-gather of unit `gradients` (optimizer, step 2",
-        "`layers.0` (forward, step 3",
+        "all-gather of unit `gradients` (optimizer, step 3",
+        "`layers.0` (forward, step 4",
     ]);
 }
 
 #[test]
 fn full_parameters_asked_for_alone() {
     let ends = on_top(|training| training.model.with_full_params("layers.1", Access::Read, |_| Ok(())));
-    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 2", "`layers.0` (forward, step 3"]);
+    ends.every_rank_says(&["all-gather of unit `weights` (setup, step 3", "`layers.0` (forward, step 4"]);
 }
 
 #[test]
 fn missing_gradients_asked_for_alone() {
     let ends = on_top(|training| training.model.parameters_without_gradient().map(drop));
-    ends.every_rank_says(&["`received gradients` (optimizer, step 2", "`layers.0` (forward, step 3"]);
+    ends.every_rank_says(&["`received gradients` (optimizer, step 3", "`layers.0` (forward, step 4"]);
 }
 
 #[test]
 fn joining_alone() {
     let ends = on_top(|training| training.model.join(true).map(drop));
-    ends.every_rank_says(&["`join` (setup, step 2", "all-gather of unit `layers.0` (forward, step 3"]);
+    ends.every_rank_says(&["`join` (setup, step 3", "all-gather of unit `layers.0` (forward, step 4"]);
 }
 
 #[test]
@@ -167,8 +167,8 @@ fn evaluating_alone() {
     ends.every_rank_says(&[
         "differs",
         "all-gather of unit `layers.",
-        "(forward, step 2",
-        "(backward, step 2",
+        "(forward, step 3",
+        "(backward, step 3",
         "rank 1",
         HINT,
     ]);
@@ -214,8 +214,8 @@ fn a_rank_that_gathers_while_the_other_reduces_in_the_first_step() {
         });
         ends.every_rank_says(&[
             "the ranks wait for each other: ",
-            "rank 0 waits in all-gather of unit `layers.1` (forward, step 0, ",
-            "rank 1 waits in reduce-scatter of unit `layers.0` (backward, step 0, ",
+            "rank 0 waits in all-gather of unit `layers.1` (forward, step 1, ",
+            "rank 1 waits in reduce-scatter of unit `layers.0` (backward, step 1, ",
             HINT,
         ]);
     }
@@ -243,7 +243,7 @@ fn no_sync_alone() {
             training.optimize()
         };
         let ends = at_once(3, instead_of_a_step(strategy, unsynced));
-        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 2", "rank 1"]);
+        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 3", "rank 1"]);
         ends.every_rank_says(if strategy == Strategy::NoShard {
             &["all-reduce", "(backward", "(optimizer"]
         } else {
@@ -265,7 +265,7 @@ fn no_sync_alone_in_one_microbatch_of_two() {
             training.go_on()
         });
         ends.every_rank_says(&[
-            "all-gather of unit `layers.0` (forward, step 2",
+            "all-gather of unit `layers.0` (forward, step 3",
             "under `no_sync`",
             "rank 1 ",
         ]);
@@ -282,7 +282,7 @@ fn the_last_microbatch_called_so_by_one_rank_only() {
             training.optimize()?;
             training.go_on()
         });
-        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 2", "rank 1"]);
+        let ends = ends.every_rank_says(&["differs", "of unit `layers.", "step 3", "rank 1"]);
         ends.every_rank_says(if strategy == Strategy::NoShard {
             &["all-reduce", "(backward", "(optimizer"]
         } else {
@@ -327,7 +327,7 @@ fn a_learning_rate_set_alone() {
 fn weights_loaded_alone() {
     for strategy in Strategy::ALL {
         let load = |training: &mut Training| training.model.load_weights(|_, _, _| Ok(()));
-        is_told(strategy, load, &["rank 1 is after a load in step 2", "is after step 2 by optimizer sgd"]);
+        is_told(strategy, load, &["rank 1 is after a load in step 3", "is after step 2 by optimizer sgd"]);
     }
 }
 
@@ -335,7 +335,7 @@ fn weights_loaded_alone() {
 fn a_step_reset_alone() {
     for strategy in Strategy::ALL {
         let reset = |training: &mut Training| training.model.reset_step();
-        is_told(strategy, reset, &["rank 1 is after a reset in step 2", "is after step 2 by optimizer sgd"]);
+        is_told(strategy, reset, &["rank 1 is after a reset in step 3", "is after step 2 by optimizer sgd"]);
         // Its gradients are gone, and with them its part of the step.
         let reset = |training: &mut Training| {
             training.microbatch(&Plan::default())?;

@@ -23,7 +23,7 @@ fn diverges(order: &[usize], first: &[&str], learnt: &[&str]) {
             training.step(&plan)?;
             training.go_on()
         });
-        let step = if begun { "step 2" } else { "step 0" };
+        let step = if begun { "step 3" } else { "step 1" };
         ends.every_rank_says(&["differs: rank ", "rank 1", step]).every_rank_says(if begun {
             learnt
         } else {

@@ -22,7 +22,7 @@ fn train(world: &World, recompute: Recompute, place: Place, mishap: Mishap) -> f
 #[track_caller]
 fn errs(recompute: Recompute, place: Place, phase: &str) {
     let ends = at_once(3, |world| train(world, recompute, place, Mishap::Error));
-    ends.ranks_say(&[1], &["rank 1", "`layers.2`", phase, "step 2", "bang"]).ranks_say(
+    ends.ranks_say(&[1], &["rank 1", "`layers.2`", phase, "step 3", "bang"]).ranks_say(
         &[0, 2],
         &["rank 1 failed: ", "`layers.2`", phase, "bang", "last seen in ", "of unit `layers."],
     );
@@ -48,7 +48,7 @@ fn an_error_in_the_backward_of_what_is_in_no_unit() {
         training.model.backward(&loss)?;
         training.go_on()
     });
-    ends.every_rank_says(&["rank 1", "unit `(root)`, backward, step 2: bang"]);
+    ends.every_rank_says(&["rank 1", "unit `(root)`, backward, step 3: bang"]);
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn a_training_loop_that_returns_early() {
         training.go_on()
     });
     assert!(ends.launch.starts_with("rank 1 returned early"), "{}", ends.launch);
-    ends.all_but(1, &["rank 1 returned early", "waits for it in all-gather of unit `layers.0`", "step 2"]);
+    ends.all_but(1, &["rank 1 returned early", "waits for it in all-gather of unit `layers.0`", "step 3"]);
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn a_training_loop_that_returns_between_forward_and_backward() {
         }
         training.go_on()
     });
-    ends.all_but(1, &["rank 1 returned early", "backward", "of unit `layers.", "step 2"]);
+    ends.all_but(1, &["rank 1 returned early", "backward", "of unit `layers.", "step 3"]);
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn the_last_collectives_of_every_rank_are_told_when_asked() {
             let listed: Vec<&str> = listed.collect();
             assert_eq!(listed.len(), 32, "{error}");
             // The channel, the number in it, the operation, the unit, where in training, how far.
-            let gather = |line: &&str| line.contains("all-gather of unit `layers.0` (forward, step 5, ");
+            let gather = |line: &&str| line.contains("all-gather of unit `layers.0` (forward, step 6, ");
             let line = listed.iter().find(|line| gather(line)).unwrap();
             assert!(line.contains("/gather #") && line.ends_with(", done"), "{line}");
         }

@@ -37,7 +37,7 @@ fn one_rank_of_an_inner_group_calls_units_in_another_order() {
     let ends = at_once(4, steps(|rank| rank == 3, Plan::order([1, 0, 2, 3])));
     let parts = [
         "of ranks [2, 3]",
-        "of unit `layers.0` (backward, step 2",
+        "of unit `layers.0` (backward, step 3",
         "`layers.1`",
         "rank 2 is in",
         "rank 3 in",
@@ -48,13 +48,13 @@ fn one_rank_of_an_inner_group_calls_units_in_another_order() {
 #[test]
 fn a_whole_replica_calls_units_in_another_order() {
     let ends = at_once(4, steps(second_replica, Plan::order([0, 2, 1, 3])));
-    ends.every_rank_says(&["all-reduce of unit `layers.1`", "`layers.2`", "of ranks [", "backward, step 2"]);
+    ends.every_rank_says(&["all-reduce of unit `layers.1`", "`layers.2`", "of ranks [", "backward, step 3"]);
 }
 
 #[test]
 fn a_whole_replica_leaves_a_unit_out() {
     let ends = at_once(4, steps(second_replica, Plan::order([0, 1, 3])));
-    ends.every_rank_says(&["all-reduce of unit `layers.", "`layers.2`", "of ranks [", "backward, step 2"]);
+    ends.every_rank_says(&["all-reduce of unit `layers.", "`layers.2`", "of ranks [", "backward, step 3"]);
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn a_whole_replica_leaves_a_step_out() {
         }
         training.go_on()
     });
-    ends.every_rank_says(&["all-reduce of unit `layers.", "step 2", "step 3", "of ranks ["]);
+    ends.every_rank_says(&["all-reduce of unit `layers.", "step 3", "step 4", "of ranks ["]);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_whole_replica_clips_alone() {
         training.optimize()?;
         training.go_on()
     });
-    ends.every_rank_says(&["the ranks wait for each other", "`gradient norm` (optimizer, step 2", "step 3"]);
+    ends.every_rank_says(&["the ranks wait for each other", "`gradient norm` (optimizer, step 3", "step 4"]);
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn one_rank_panics() {
 #[test]
 fn one_rank_is_late() {
     let ends = in_time(4, steps(|rank| rank == 3, Plan::with(true, Place::Forward, Mishap::Sleep)));
-    let ends = ends.every_rank_says(&["rank 3 was last seen", "of unit `layers.", "step 2"]);
+    let ends = ends.every_rank_says(&["rank 3 was last seen", "of unit `layers.", "step 3"]);
     // Who waits for rank 2, which waits for rank 3 itself, is told so.
     let error = ends.errors[0].as_ref().unwrap();
     assert!(error.contains("missing: [3]") || error.contains("rank 2 itself waits in "), "{error}");

@@ -14,7 +14,7 @@ fn misses(parts: &[&str], main: impl Fn(bool, &mut Training) -> fsdp::Result<()>
         main(world.rank() == 1, &mut training)?;
         training.go_on()
     });
-    ends.every_rank_says(&["missing: [1]", "rank 1 was last seen", "step 2"]).every_rank_says(parts);
+    ends.every_rank_says(&["missing: [1]", "rank 1 was last seen", "step 3"]).every_rank_says(parts);
 }
 
 fn sleep(late: bool) {
@@ -39,7 +39,7 @@ fn late_before_a_gather_that_nothing_has_started_ahead() {
         training.go_on()
     });
     // Operation, unit, phase, step, bytes, who is there and who is not.
-    let parts = ["in all-gather of unit `layers.3` (forward, step 2, 256 B)", "arrived: [0], missing: [1]"];
+    let parts = ["in all-gather of unit `layers.3` (forward, step 3, 256 B)", "arrived: [0], missing: [1]"];
     ends.every_rank_says(&parts);
 }
 
@@ -62,7 +62,7 @@ fn late_in_backward() {
 
 #[test]
 fn late_before_the_step() {
-    misses(&["in all-gather of unit `layers.0` (forward, step 3"], |late, training| {
+    misses(&["in all-gather of unit `layers.0` (forward, step 4"], |late, training| {
         training.microbatch(&Plan::default())?;
         sleep(late);
         training.optimize()
@@ -71,7 +71,7 @@ fn late_before_the_step() {
 
 #[test]
 fn late_between_steps() {
-    misses(&["in all-gather of unit `layers.0` (forward, step 2"], |late, _| {
+    misses(&["in all-gather of unit `layers.0` (forward, step 3"], |late, _| {
         sleep(late);
         Ok(())
     });
@@ -79,7 +79,7 @@ fn late_between_steps() {
 
 #[test]
 fn late_inside_full_parameters() {
-    misses(&["in host-gather of `layers.1` (setup, step 2"], |late, training| {
+    misses(&["in host-gather of `layers.1` (setup, step 3"], |late, training| {
         training.model.with_full_params("layers.1", Access::Write, |_| {
             sleep(late);
             Ok(())

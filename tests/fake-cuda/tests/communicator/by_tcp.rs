@@ -64,7 +64,7 @@ fn a_rank_that_fails_ends_the_others_waits_for_the_device() {
 #[test]
 fn a_rank_that_is_late_is_named() {
     let words = [
-        "timed out after 1s in all-reduce of unit `layers.1` (forward, step 0, 16 B), collective #3 of channel `world`",
+        "timed out after 1s in all-reduce of unit `layers.1` (forward, step 1, 16 B), collective #3 of channel `world`",
         "called by: [0, 2], missing: [1]",
     ];
     all_but_rank_1_fail(&words, SOON, |rank| {

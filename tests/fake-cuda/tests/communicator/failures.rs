@@ -92,7 +92,7 @@ fn a_rank_that_fails_or_panics_ends_the_others_waits_for_the_device() {
 fn a_rank_that_returns_early_is_named() {
     let session = Session::new(Schedule::Latest);
     let words =
-        ["rank 2 returned early", "waits for it in all-reduce of unit `layers.1` (forward, step 0, 16 B)"];
+        ["rank 2 returned early", "waits for it in all-reduce of unit `layers.1` (forward, step 1, 16 B)"];
     all_but_one_fail(&session, 3, Duration::from_secs(60), 2, &words, |rank| {
         let comm = rank.join()?;
         all_reduce(rank, &*comm, "layers.0")?;
@@ -108,7 +108,7 @@ fn a_rank_that_is_late_is_named() {
         let (ended, others_end) = mpsc::channel();
         let (ended, others_end) = (Mutex::new(ended), Mutex::new(others_end));
         let words = [
-            "timed out after 1s in all-reduce of unit `layers.1` (forward, step 0, 16 B), collective #3 of channel `world`",
+            "timed out after 1s in all-reduce of unit `layers.1` (forward, step 1, 16 B), collective #3 of channel `world`",
             "called by: [0, 2], missing: [1]",
             "rank 1 was last seen: channel `world`: #2 all-reduce of unit `layers.0`",
         ];
@@ -216,7 +216,7 @@ fn ranks_that_call_different_collectives_are_told_at_once() {
     type Body = fn(&Rank, &dyn Communicator) -> Outcome<()>;
     let cases: [(&str, Body); 4] = [
         (
-            "rank 0 is in all-reduce of unit `a` (forward, step 0, 16 B), rank 1 in all-reduce of unit `b`",
+            "rank 0 is in all-reduce of unit `a` (forward, step 1, 16 B), rank 1 in all-reduce of unit `b`",
             |rank, comm| all_reduce(rank, comm, ["a", "b"][rank.rank()]),
         ),
         (
@@ -229,7 +229,7 @@ fn ranks_that_call_different_collectives_are_told_at_once() {
             },
         ),
         (
-            "rank 0 is in all-reduce of unit `a` (forward, step 0, 16 B), rank 1 in host-barrier of `a`",
+            "rank 0 is in all-reduce of unit `a` (forward, step 1, 16 B), rank 1 in host-barrier of `a`",
             |rank, comm| match rank.rank() {
                 0 => all_reduce(rank, comm, "a"),
                 _ => Ok(comm.host_barrier(tag("a"))?),
@@ -268,7 +268,7 @@ fn ranks_whose_buffers_differ_get_no_garbage() {
     ];
     for (words, buffer) in cases {
         let session = Session::new(Schedule::Latest);
-        let words = [words, "all-to-all of unit `tokens` (forward, step 0, "];
+        let words = [words, "all-to-all of unit `tokens` (forward, step 1, "];
         all_but_one_fail(&session, 2, Duration::from_secs(60), 2, &words, |rank| {
             let (comm, (dtype, len)) = (rank.join()?, buffer(rank));
             let (send, recv) = (rank.zeros(dtype, len)?, rank.zeros(dtype, len)?);

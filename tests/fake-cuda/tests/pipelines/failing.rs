@@ -73,7 +73,7 @@ fn a_rank_that_is_late_for_a_gather_is_named_with_unit_phase_and_step() {
             }
         });
         let expected = [
-            "timed out after 1s in all-gather of unit `2` (forward, step 1, 192 B)",
+            "timed out after 1s in all-gather of unit `2` (forward, step 2, 192 B)",
             "called by: [0, 2], missing: [1]",
         ];
         assert_say(&words, &expected);
