@@ -85,7 +85,7 @@ fn traced(sizes: &[usize], config: FsdpConfig, prefetch: (usize, usize), ways: &
     let ranks = on_ranks(2, |world| {
         let config = FsdpConfig { trace: true, ..config.clone() };
         let mut model = Layers::new(sizes).fully_shard_with(&world.data_parallel_mesh(), &config)?;
-        model.set_prefetch(prefetch.0, prefetch.1);
+        model.set_prefetch(prefetch.0, prefetch.1)?;
         let mut optimizer = model.optimizer(Sgd::default().lr(0.0))?;
         let mut steps = Vec::new();
         for way in ways {
@@ -170,17 +170,35 @@ fn a_unit_that_is_not_resharded_is_not_unsharded_again() {
 
 #[test]
 fn the_pool_turns_round_without_gathering_what_it_holds() {
-    for prefetch in 1..=3 {
-        // Two buffers: looking further ahead than they reach changes nothing.
-        let ways = vec![in_order(&[0, 1, 2, 3, 4]); 2];
-        let steps = traced(&[1; 5], config(Strategy::default()), (prefetch, prefetch), &ways);
-        expect(
-            &steps[1],
+    let ways = vec![in_order(&[0, 1, 2, 3, 4]); 2];
+    for (prefetch, forward, backward) in [
+        (
+            1,
             "unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L1, unshard L3, forward L2, unshard L4,
              forward L3, forward L4",
             "backward L4, reduce L4, unshard L2, backward L3, reduce L3, unshard L1, backward L2, reduce L2, unshard L0,
              backward L1, reduce L1, backward L0, reduce L0, model backward, reduce",
-        );
+        ),
+        (
+            2,
+            "unshard, unshard L0, unshard L1, unshard L2, forward L0, unshard L3, forward L1, unshard L4, forward L2,
+             forward L3, forward L4",
+            "backward L4, reduce L4, unshard L1, backward L3, reduce L3, unshard L0, backward L2, reduce L2, backward L1,
+             reduce L1, backward L0, reduce L0, model backward, reduce",
+        ),
+        (
+            3,
+            "unshard, unshard L0, unshard L1, unshard L2, unshard L3, forward L0, unshard L4, forward L1, forward L2,
+             forward L3, forward L4",
+            "backward L4, reduce L4, unshard L0, backward L3, reduce L3, backward L2, reduce L2, backward L1, reduce L1,
+             backward L0, reduce L0, model backward, reduce",
+        ),
+    ] {
+        // Units that are alike, and units of which no two are.
+        for sizes in [[1; 5], [161, 1, 129, 65, 97]] {
+            let steps = traced(&sizes, config(Strategy::default()), (prefetch, prefetch), &ways);
+            expect(&steps[1], forward, backward);
+        }
     }
 }
 

@@ -167,7 +167,7 @@ fn prefetch_can_be_set_for_each_pass() {
         on_ranks(2, |world| {
             let model = stack(4, |_| ReshardAfterForward::Never);
             let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
-            model.set_prefetch(forward, backward);
+            model.set_prefetch(forward, backward)?;
             for _ in 0..3 {
                 step(&model)?;
             }

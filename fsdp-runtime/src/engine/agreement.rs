@@ -30,7 +30,10 @@ pub(crate) fn fingerprint(
         format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
         format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
         format!("{:?} scaling", config.scaling),
-        format!("prefetch {}, gather budget {:?}", config.prefetch, config.gather_budget),
+        format!(
+            "prefetch {}, gather budget {:?}, reduce budget {:?}",
+            config.prefetch, config.gather_budget, config.reduce_budget
+        ),
         format!("double buffer {}, registration {:?}", config.double_buffer, config.registration),
         format!("{:?} recomputation", config.recompute),
         format!("seed {}", config.seed),

@@ -62,16 +62,22 @@ pub struct FsdpConfig {
     /// What becomes of whole weights between forward and backward, for the units that do not say.
     pub reshard_after_forward: ReshardAfterForward,
     /// Units gathered ahead, in forward and in backward; see also
-    /// [`set_prefetch`](super::Fsdp::set_prefetch).
+    /// [`set_prefetch`](super::Fsdp::set_prefetch). Whole weights of so many units and one more are there at a time,
+    /// two at least, whatever their shapes; the root's come on top, and those of units that others run inside of.
     pub prefetch: usize,
-    /// Most elements that may be gathered before a prefetch is held back; `None` for no limit beyond the
-    /// pool's.
+    /// Most elements of the units' whole weights at a time, one unit apart: it gives units up, or holds a prefetch back.
+    /// `None` for no limit but the number of units.
     pub gather_budget: Option<usize>,
-    /// Keep the two pool buffers of a shape class allocated; otherwise they come and go.
+    /// Most elements of the units' unreduced gradients at a time, one unit apart: before a unit's are written, those that
+    /// were launched first are waited for. `None` for those of two units, whatever their shapes. The root's come on
+    /// top.
+    pub reduce_budget: Option<usize>,
+    /// Keep whole weights, and the memory of both pools, until the room is needed; otherwise they come and go.
     pub double_buffer: bool,
-    /// Register the pool buffers with NCCL, which then needs no buffers of its own on the way where the links between the
-    /// ranks allow for that. They are allocated at once, by NCCL, each in whole pages of 2 MiB. Needs `double_buffer`, for
-    /// addresses that are stable, and ranks that are joined by NCCL; without effect with strategies that have no pool.
+    /// Register the buffers of the root and of units that are alike with NCCL, which then needs no buffers of its own on
+    /// the way where the links between the ranks allow for that. They are allocated at once, by NCCL, each in whole pages
+    /// of 2 MiB. Needs `double_buffer`, for addresses that are stable, and ranks that are joined by NCCL; without effect
+    /// with strategies that have no pool.
     pub registration: Option<Registration>,
     /// Elements after which a bucket of root parameters is closed; `None` for one bucket a group.
     pub bucket_size: Option<usize>,
@@ -109,6 +115,7 @@ impl Default for FsdpConfig {
             reshard_after_forward: ReshardAfterForward::default(),
             prefetch: 1,
             gather_budget: None,
+            reduce_budget: None,
             double_buffer: true,
             registration: None,
             bucket_size: None,

@@ -11,6 +11,7 @@ use super::core::{Engine, ROOT};
 use super::forward::Forward;
 use super::opened::Opened;
 use super::scope::Frame;
+use super::settings::check_prefetch;
 use crate::comm::{Phase, step_words};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
@@ -246,10 +247,17 @@ impl<M> Fsdp<M> {
         NoSync { engine: &self.engine, before }
     }
 
-    /// Sets how many units are gathered ahead of the present one, in forwards and in backwards. Takes effect at
-    /// the next unit.
-    pub fn set_prefetch(&self, forward: usize, backward: usize) {
+    /// Sets how many units are gathered ahead of the present one, in forwards and in backwards, as far as a
+    /// [`gather_budget`](super::FsdpConfig::gather_budget) has room for them. Takes effect at the next unit: the pool of
+    /// gathered weights then holds one unit more than the larger number, two at least. All ranks must say the same, at
+    /// the same place among their steps.
+    ///
+    /// # Errors
+    /// If the pool is registered and was made for fewer units ahead.
+    pub fn set_prefetch(&self, forward: usize, backward: usize) -> Result<()> {
+        check_prefetch(&self.engine.config, forward.max(backward))?;
         self.engine.state.lock().gather.set_prefetch(Prefetch { forward, backward });
+        Ok(())
     }
 
     /// Starts the gather of a unit's weights now, ahead of its forward: for those who know better than the learnt

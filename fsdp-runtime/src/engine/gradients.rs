@@ -37,7 +37,8 @@ impl Engine {
                 drop(state);
                 return Err(self.unit_error(unit, Phase::Backward, message));
             }
-            state.reduce.open(&self.groups, unit)?
+            let state = &mut *state;
+            state.reduce.open(&self.groups, unit, |other| state.gather.is_in_use(other))?
         };
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];

@@ -6,7 +6,7 @@ use super::core::ROOT;
 use super::fsdp::Fsdp;
 use crate::buffer::GroupBuffers;
 use crate::comm::CommCounter;
-use crate::layout::MemoryPlan;
+use crate::layout::{MemoryPlan, Schedule};
 use crate::memory::{Category, Usage};
 use crate::trace::Span;
 
@@ -70,15 +70,27 @@ impl<M> Fsdp<M> {
         units.filter(|unit| unit.params > 0 || unit.unit == engine.unit_name(ROOT)).collect()
     }
 
-    /// What the layout says this rank holds, with [`Fsdp::no_sync`] if it was used, and as with it if units had to wait
-    /// for a second backward (several forwards before their backwards, units called again later). With `step_in_backward` the
+    /// What the layout says this rank holds, with the most units ahead that [`Fsdp::set_prefetch`] has asked for, with
+    /// [`Fsdp::no_sync`] if it was used, and as with it if units had to wait for a second backward (several forwards before
+    /// their backwards, units called again later). With `step_in_backward` the
     /// main gradients are those of one unit, the largest.
     pub fn memory_plan(&self) -> MemoryPlan {
         let engine = self.engine();
         let (layout, strategy, precision) =
             (&engine.layout, engine.config.strategy, &engine.config.precision);
-        let mut plan =
-            MemoryPlan::new(layout, strategy, precision).with_reshard(layout, strategy, &engine.reshard);
+        let schedule = {
+            let state = engine.state.lock();
+            Schedule {
+                prefetch: state.gather.deepest(),
+                gather_budget: engine.config.gather_budget,
+                reduce_budget: engine.config.reduce_budget,
+                no_sync: state.kept_gradients || state.reduce.has_held_back(),
+                registered: engine.config.registration.is_some(),
+                ..Schedule::DEFAULT
+            }
+        };
+        let reshard = |unit: usize| Some(engine.reshard[unit]);
+        let mut plan = MemoryPlan::scheduled(layout, strategy, precision, &schedule, reshard);
         if engine.config.step_in_backward {
             let trainable = |&&group: &&usize| engine.groups[group].layout.key.requires_grad;
             let size = precision.main_grads.size();
@@ -86,12 +98,7 @@ impl<M> Fsdp<M> {
             let unit = |unit: &super::core::UnitInfo| unit.groups.iter().filter(trainable).map(shard).sum();
             plan.main_grads = engine.units.iter().map(unit).max().unwrap_or(0);
         }
-        let state = engine.state.lock();
-        if state.kept_gradients || state.reduce.has_held_back() {
-            plan.with_no_sync(layout, strategy, precision)
-        } else {
-            plan
-        }
+        plan
     }
 
     /// Bytes by category, next to the layout's figure for an optimizer of `state_buffers` FP32 buffers

@@ -6,6 +6,7 @@ use super::config::{FsdpConfig, GradientScaling};
 use super::unit::UnitCell;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
+use crate::layout::POOLED_UNITS;
 use crate::mesh::{MeshDim, Topology};
 use crate::spec::{Dtype, MixedPrecision, ReshardAfterForward};
 
@@ -18,6 +19,18 @@ pub(crate) fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Registered buffers are as many as were registered.
+pub(crate) fn check_prefetch(config: &FsdpConfig, ahead: usize) -> Result<()> {
+    let room = config.prefetch.max(POOLED_UNITS - 1);
+    if config.registration.is_none() || ahead <= room {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{ahead} units are to be gathered ahead, but the registered pool has buffers for {room} besides the present unit: \
+         shard the model with `FsdpConfig {{ prefetch: {ahead}, .. }}`"
+    )))
 }
 
 /// Weights can be kept by groups only of as many ranks as divide all.

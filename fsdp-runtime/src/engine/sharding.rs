@@ -300,6 +300,7 @@ fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
                 GradientScaling::Sum | GradientScaling::PerToken => 1.0,
             },
             depth: POOLED_UNITS,
+            budget: config.reduce_budget,
             double_buffer: config.double_buffer,
             poison: config.poison,
             outer: outer_reduction(parts)?,

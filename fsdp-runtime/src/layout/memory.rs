@@ -19,8 +19,10 @@ pub struct MemoryPlan {
     pub main_grads: u64,
     /// *One* f32 state buffer of the optimizer: of as many elements as it updates. AdamW has two of them.
     pub optimizer_state: u64,
-    /// Bound of the whole weights that are gathered at a time: two units of each shape class (one if the
-    /// class has one unit) and the root. 0 where weights are held whole anyway, as one rank's shards are.
+    /// Bound of the whole weights that are gathered at a time: the root, those units of the schedule's number that are
+    /// largest (two, if one is gathered ahead), whatever their shapes, those that units are in which have units of their
+    /// own inside, and what is kept between forward and backward. 0 where weights are held whole anyway, as one
+    /// rank's shards are.
     pub gather_pool: u64,
     /// Bound of the unreduced gradients that are held at a time: likewise, over trainable buckets, in the
     /// wire dtype. 0 where gradients are held whole, in the wire dtype: they are reduced in place.
@@ -32,8 +34,157 @@ pub(super) const fn needs_wire_buckets(strategy: Strategy, precision: &MixedPrec
     strategy.shards_grads() || precision.reduce as u8 != precision.main_grads as u8
 }
 
-/// Units of one shape class whose whole buffers exist at a time: one in use, one in flight.
+/// Units whose whole buffers exist at a time, at least: one in use, one in flight.
 pub(crate) const POOLED_UNITS: usize = 2;
+
+/// What of the schedule of communication takes memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// Units gathered ahead: those and one more are whole at a time, two at least.
+    pub prefetch: usize,
+    /// Most elements of weights that are gathered at a time; `None` for no limit but that.
+    pub gather_budget: Option<usize>,
+    /// Most elements of gradients that are unreduced at a time; `None` for those of two units.
+    pub reduce_budget: Option<usize>,
+    /// What becomes of whole weights between forward and backward, for the units that do not say.
+    pub reshard: ReshardAfterForward,
+    /// Some microbatches reduce nothing.
+    pub no_sync: bool,
+    /// Buffers of units that are alike are registered, and stay.
+    pub registered: bool,
+}
+
+impl Schedule {
+    /// One unit ahead, two unreduced, all resharded, every microbatch reduced, nothing registered.
+    pub const DEFAULT: Schedule = Schedule {
+        prefetch: 1,
+        gather_budget: None,
+        reduce_budget: None,
+        reshard: ReshardAfterForward::Always,
+        no_sync: false,
+        registered: false,
+    };
+
+    /// The bound of gathered weights, where the widest dtype has so many bytes.
+    pub const fn gather_limit(&self, widest: usize) -> PoolLimit {
+        PoolLimit::gathered(POOLED_UNITS, self.prefetch, self.gather_budget, widest)
+    }
+
+    /// The bound of unreduced gradients that travel in `wire`.
+    pub const fn reduce_limit(&self, wire: Dtype) -> PoolLimit {
+        PoolLimit::unreduced(POOLED_UNITS, self.reduce_budget, wire)
+    }
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Schedule::DEFAULT
+    }
+}
+
+const fn bytes(elements: Option<usize>, size: usize) -> Option<u64> {
+    match elements {
+        Some(elements) => Some((elements as u64).saturating_mul(size as u64)),
+        None => None,
+    }
+}
+
+/// How much whole buffers of units exist at a time, whatever their shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolLimit {
+    /// Most units.
+    pub units: usize,
+    /// Most bytes. One unit may always be there.
+    pub bytes: Option<u64>,
+}
+
+impl PoolLimit {
+    /// Room for a unit and those `prefetch` ahead of it, for `least` units at least, within a budget in elements of so
+    /// many bytes.
+    pub const fn gathered(least: usize, prefetch: usize, budget: Option<usize>, size: usize) -> PoolLimit {
+        let ahead = prefetch.saturating_add(1);
+        PoolLimit { units: if ahead > least { ahead } else { least }, bytes: bytes(budget, size) }
+    }
+
+    /// Room for so many units, or for a budget in elements of `wire` instead, however many units they are.
+    pub const fn unreduced(units: usize, budget: Option<usize>, wire: Dtype) -> PoolLimit {
+        let units = if budget.is_some() { usize::MAX } else { units };
+        PoolLimit { units, bytes: bytes(budget, wire.size()) }
+    }
+
+    /// Bytes that the limit has room for, of units whose bytes and number are given: those of as many of the largest
+    /// units as may be there.
+    pub const fn room(&self, units: &[(u64, u64)]) -> u64 {
+        let room = largest(units, self.units as u64);
+        let Some(most) = self.bytes else { return room };
+        let one = largest(units, 1);
+        let most = if most > one { most } else { one };
+        if most < room { most } else { room }
+    }
+}
+
+/// Bytes of the `most` largest of the units.
+const fn largest(units: &[(u64, u64)], most: u64) -> u64 {
+    let (mut sum, mut left, mut below) = (0u64, most, u64::MAX);
+    while left > 0 && below > 0 {
+        // The next smaller size, and how many units have it.
+        let (mut size, mut count) = (0, 0);
+        let mut i = 0;
+        while i < units.len() {
+            let (bytes, times) = units[i];
+            if bytes < below && bytes > size {
+                (size, count) = (bytes, times);
+            } else if bytes < below && bytes == size {
+                count += times;
+            }
+            i += 1;
+        }
+        let taken = if count < left { count } else { left };
+        sum = sum.saturating_add(size.saturating_mul(taken));
+        (left, below) = (left - taken, size);
+    }
+    sum
+}
+
+/// The units of a model, as a pool of whole buffers sees them.
+pub(super) struct PooledUnits<'a> {
+    /// Bytes of the units that have buffers of their own, the root among them.
+    pub(super) alone: u64,
+    /// Most bytes of units that are there because units inside them are.
+    pub(super) enclosing: u64,
+    /// Bytes and number of the units of each class that takes turns in the same buffers.
+    pub(super) classes: &'a mut [(u64, u64)],
+}
+
+impl PooledUnits<'_> {
+    /// Bytes of all.
+    const fn all(&self) -> u64 {
+        self.alone.saturating_add(largest(self.classes, u64::MAX))
+    }
+
+    /// Most bytes at a time under `limit`; where buffers of classes that repeat are `registered`, they stay.
+    pub(super) const fn bound(self, limit: PoolLimit, registered: bool) -> u64 {
+        let all = self.all();
+        let mut bound = self.alone.saturating_add(self.enclosing);
+        let mut i = 0;
+        while registered && i < self.classes.len() {
+            let (bytes, count) = self.classes[i];
+            if count > 1 {
+                let stay = if count < limit.units as u64 { count } else { limit.units as u64 };
+                bound = bound.saturating_add(bytes.saturating_mul(stay));
+                self.classes[i].1 = 0;
+            }
+            i += 1;
+        }
+        bound = bound.saturating_add(limit.room(self.classes));
+        if bound < all { bound } else { all }
+    }
+}
+
+/// Whether a unit's whole weights stay between forward and backward, in buffers of its own.
+pub(super) const fn keeps_whole(reshard: ReshardAfterForward) -> bool {
+    matches!(reshard, ReshardAfterForward::Never | ReshardAfterForward::Ranks(1))
+}
 
 /// What a bucket's memory depends on.
 pub(super) struct BucketExtent {
@@ -73,6 +224,14 @@ impl BucketExtent {
         if self.requires_grad { self.size as u64 * wire.size() as u64 } else { 0 }
     }
 
+    /// Bytes of the part of the whole weights that is kept between forward and backward.
+    pub(super) const fn kept_bytes(&self, reshard: ReshardAfterForward) -> u64 {
+        match reshard {
+            ReshardAfterForward::Ranks(parts) if parts > 1 => self.gathered_bytes() / parts as u64,
+            _ => 0,
+        }
+    }
+
     /// Elements that the optimizer updates.
     const fn owned(&self, strategy: Strategy) -> u64 {
         if self.outer > 1 {
@@ -98,65 +257,55 @@ impl MemoryPlan {
         reduce_pool: 0,
     };
 
-    /// The same where units do otherwise with their whole weights between forward and backward: `reshard` has
-    /// the answer of each unit of `layout`, the root's does not matter.
-    #[must_use]
-    pub fn with_reshard(
-        self,
-        layout: &ModelLayout,
-        strategy: Strategy,
-        reshard: &[ReshardAfterForward],
-    ) -> MemoryPlan {
-        if !strategy.shards_params() {
-            return self;
-        }
-        let all = |_: &BucketExtent| true;
-        let kept_whole =
-            |unit: usize| matches!(reshard[unit], ReshardAfterForward::Never | ReshardAfterForward::Ranks(1));
-        let pooled = pool_bound(layout, kept_whole, all, BucketExtent::gathered_bytes);
-        let kept = |unit: usize| {
-            let parts = match reshard[unit] {
-                ReshardAfterForward::Ranks(parts) if unit > 0 && parts > 1 => parts as u64,
-                _ => return 0,
-            };
-            let buckets = layout.units[unit].buckets.iter();
-            buckets.map(|&bucket| BucketExtent::of(&layout.buckets[bucket]).gathered_bytes() / parts).sum()
-        };
-        let kept: u64 = (0..layout.units.len()).map(kept).sum();
-        MemoryPlan { gather_pool: pooled + kept, ..self }
+    /// Plans `layout` under `strategy` with these dtypes (those of the weights are the layout's), with the
+    /// [default](Schedule::DEFAULT) schedule.
+    pub fn new(layout: &ModelLayout, strategy: Strategy, precision: &MixedPrecision) -> MemoryPlan {
+        Self::scheduled(layout, strategy, precision, &Schedule::DEFAULT, |_| None)
     }
 
-    /// The same with microbatches whose gradients are not reduced (`no_sync`): those of every unit are held whole.
-    #[must_use]
-    pub fn with_no_sync(
-        self,
+    /// The same with another schedule; `reshard` has the answer of each unit that says for itself what becomes of its
+    /// whole weights between forward and backward, that of the root does not matter.
+    pub fn scheduled(
         layout: &ModelLayout,
         strategy: Strategy,
         precision: &MixedPrecision,
+        schedule: &Schedule,
+        reshard: impl Fn(usize) -> Option<ReshardAfterForward>,
     ) -> MemoryPlan {
-        if !strategy.shards_grads() {
-            return self;
-        }
-        let buckets =
-            layout.buckets.iter().map(|bucket| BucketExtent::of(bucket).unreduced_bytes(precision.reduce));
-        MemoryPlan { reduce_pool: buckets.sum(), ..self }
-    }
-
-    /// Plans `layout` under `strategy` with these dtypes (those of the weights are the layout's).
-    pub fn new(layout: &ModelLayout, strategy: Strategy, precision: &MixedPrecision) -> MemoryPlan {
         let mut plan = MemoryPlan::NONE;
         for bucket in &layout.buckets {
             plan.add(&BucketExtent::of(bucket), strategy, precision, 1);
         }
+        let reshard = |unit: usize| reshard(unit).unwrap_or(schedule.reshard);
         if strategy.shards_params() {
-            plan.gather_pool = pool_bound(layout, |_| false, |_| true, BucketExtent::gathered_bytes);
+            let widest = layout.buckets.iter().map(|bucket| bucket.key.dtype.size()).max().unwrap_or(0);
+            let alone = |unit: usize| keeps_whole(reshard(unit));
+            let bound = pooled(
+                layout,
+                alone,
+                |_| true,
+                BucketExtent::gathered_bytes,
+                |units| units.bound(schedule.gather_limit(widest), schedule.registered),
+            );
+            let kept = (1..layout.units.len()).map(|unit| {
+                let buckets = layout.units[unit].buckets.iter();
+                let bytes =
+                    |&bucket: &usize| BucketExtent::of(&layout.buckets[bucket]).kept_bytes(reshard(unit));
+                buckets.map(bytes).sum::<u64>()
+            });
+            plan.gather_pool = bound + kept.sum::<u64>();
         }
         if needs_wire_buckets(strategy, precision) {
-            plan.reduce_pool = pool_bound(
+            let wire = precision.reduce;
+            let no_sync = schedule.no_sync && strategy.shards_grads();
+            let trainable = |bucket: &BucketExtent| bucket.requires_grad;
+            let bytes = |bucket: &BucketExtent| bucket.unreduced_bytes(wire);
+            plan.reduce_pool = pooled(
                 layout,
-                |_| false,
-                |bucket| bucket.requires_grad,
-                |bucket| bucket.unreduced_bytes(precision.reduce),
+                |_| no_sync,
+                trainable,
+                bytes,
+                |units| units.bound(schedule.reduce_limit(wire), schedule.registered),
             );
         }
         plan
@@ -196,25 +345,40 @@ impl MemoryPlan {
     }
 }
 
-fn pool_bound(
+/// Calls `bound` with the units of `layout`: those that are `alone` apart, and of each unit the buckets that count.
+fn pooled(
     layout: &ModelLayout,
     alone: impl Fn(usize) -> bool,
     counts: impl Fn(&BucketExtent) -> bool,
     bytes: impl Fn(&BucketExtent) -> u64,
+    bound: impl FnOnce(PooledUnits<'_>) -> u64,
 ) -> u64 {
     let buckets = |unit: usize| {
         let buckets = layout.units[unit].buckets.iter();
         buckets.map(|&bucket| BucketExtent::of(&layout.buckets[bucket])).filter(&counts)
     };
     let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
-    let mut units_of_class: HashMap<Vec<(Dtype, usize)>, Vec<usize>> = HashMap::new();
-    for unit in (1..layout.units.len()).filter(|&unit| !alone(unit)) {
+    let mut classes: HashMap<Vec<(Dtype, usize)>, (u64, u64)> = HashMap::new();
+    let mut own = unit_bytes(0);
+    // Units are in the order in which a walk enters them: those that enclose the present one, and their bytes together.
+    let (mut around, mut enclosing): (Vec<(usize, u64)>, u64) = (Vec::new(), 0);
+    for unit in 1..layout.units.len() {
+        while around.last().is_some_and(|&(other, _)| !layout.encloses(other, unit)) {
+            around.pop();
+        }
+        let outside = around.last().map_or(0, |&(_, bytes)| bytes);
+        enclosing = enclosing.max(outside);
+        if alone(unit) {
+            own += unit_bytes(unit);
+            around.push((unit, outside));
+            continue;
+        }
         let class = buckets(unit).map(|bucket| (bucket.dtype, bucket.size)).collect();
-        units_of_class.entry(class).or_default().push(unit);
+        classes.entry(class).or_insert((unit_bytes(unit), 0)).1 += 1;
+        around.push((unit, outside + unit_bytes(unit)));
     }
-    let pooled = units_of_class.values().flat_map(|units| units.iter().take(POOLED_UNITS));
-    let whole = (1..layout.units.len()).filter(|&unit| alone(unit)).map(unit_bytes).sum::<u64>();
-    unit_bytes(0) + whole + pooled.map(|&unit| unit_bytes(unit)).sum::<u64>()
+    let mut classes: Vec<(u64, u64)> = classes.into_values().collect();
+    bound(PooledUnits { alone: own, enclosing, classes: &mut classes })
 }
 
 #[cfg(test)]
@@ -271,11 +435,11 @@ mod tests {
         };
         assert_eq!(plan(Strategy::Optim), optim);
         let optim_grads =
-            MemoryPlan { main_grads: whole.main_grads / 2, reduce_pool: 4 * (128 + 2 * 256 + 512), ..optim };
+            MemoryPlan { main_grads: whole.main_grads / 2, reduce_pool: 4 * (128 + 256 + 512), ..optim };
         assert_eq!(plan(Strategy::OptimGrads), optim_grads);
         let all = MemoryPlan {
             model_weights: whole.model_weights / 2,
-            gather_pool: 2 * (128 + 2 * (256 + 64) + 512),
+            gather_pool: 2 * (128 + (256 + 64) + 512),
             ..optim_grads
         };
         assert_eq!(plan(Strategy::OptimGradsParams), all);
@@ -290,6 +454,70 @@ mod tests {
         };
         assert_eq!(plan.main_weights, 0);
         assert_eq!(plan.model_weights, TRAINABLE + FROZEN);
-        assert_eq!(plan.reduce_pool, 2 * (128 + 2 * 256 + 512));
+        assert_eq!(plan.reduce_pool, 2 * (128 + 256 + 512));
+    }
+
+    #[test]
+    fn the_bound_is_over_all_shapes_and_says_what_the_schedule_asks_for() {
+        let layout = layout(Dtype::F32, 2);
+        let pools = |schedule: Schedule| {
+            let strategy = Strategy::OptimGradsParams;
+            let plan = MemoryPlan::scheduled(&layout, strategy, &MixedPrecision::F32, &schedule, |_| None);
+            (plan.gather_pool / 4, plan.reduce_pool / 4)
+        };
+        let default = Schedule::DEFAULT;
+        // Units of 320 (three times) and 512; 256 and 512 trainable.
+        assert_eq!(pools(default), (128 + 512 + 320, 128 + 512 + 256));
+        assert_eq!(pools(Schedule { prefetch: 0, ..default }), pools(default));
+        assert_eq!(pools(Schedule { prefetch: 2, ..default }).0, 128 + 512 + 2 * 320);
+        assert_eq!(pools(Schedule { prefetch: 9, ..default }).0, 128 + 512 + 3 * 320);
+        // A budget may hold two units of the one size, and one unit is always there.
+        assert_eq!(pools(Schedule { gather_budget: Some(640), ..default }).0, 128 + 640);
+        assert_eq!(pools(Schedule { gather_budget: Some(0), ..default }).0, 128 + 512);
+        assert_eq!(pools(Schedule { reduce_budget: Some(0), ..default }).1, 128 + 512);
+        assert_eq!(pools(Schedule { reduce_budget: Some(1000), ..default }).1, 128 + 1000);
+        assert_eq!(pools(Schedule { reduce_budget: Some(1 << 20), ..default }).1, 128 + 3 * 256 + 512);
+        assert_eq!(pools(Schedule { no_sync: true, ..default }).1, 128 + 3 * 256 + 512);
+        let never = Schedule { reshard: ReshardAfterForward::Never, ..default };
+        assert_eq!(pools(never).0, 128 + 3 * 320 + 512);
+        let pairs = Schedule { reshard: ReshardAfterForward::Ranks(2), ..default };
+        assert_eq!(pools(pairs).0, pools(default).0 + (3 * 320 + 512) / 2);
+        // Two of the three that are alike stay registered, beside the one that comes and goes.
+        assert_eq!(pools(Schedule { registered: true, ..default }).0, 128 + 2 * 320 + 512);
+    }
+
+    #[test]
+    fn units_around_others_are_there_besides() {
+        let of = |paths: &[(&str, usize)]| {
+            let units: Vec<UnitSpec> = std::iter::once(("", 0))
+                .chain(paths.iter().copied())
+                .map(|(path, _)| UnitSpec { path: path.into() })
+                .collect();
+            let key = |unit| GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit };
+            let params = paths.iter().enumerate().map(|(index, &(path, n))| ParamSpec {
+                name: format!("{path}.w{index}"),
+                shape: vec![n],
+                key: key(index + 1),
+                no_decay: false,
+                tp: None,
+                tp_parts: 1,
+                shared: false,
+                aliases: Vec::new(),
+                fused: Vec::new(),
+            });
+            let options =
+                LayoutOptions { ranks: 1, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
+            let layout = ModelLayout::build(params.collect(), &units, &options).unwrap();
+            MemoryPlan::new(&layout, Strategy::OptimGradsParams, &MixedPrecision::F32).gather_pool / 4
+        };
+        // Blocks of 32 around units of 640 and 320: a block, and the two largest.
+        let blocks = [("a", 32), ("a.x", 640), ("a.y", 320), ("b", 32), ("b.x", 640), ("b.y", 320)];
+        assert_eq!(of(&blocks), 32 + 2 * 640);
+        // Names that begin alike are not inside each other, and a unit may be nothing but a unit.
+        assert_eq!(of(&[("a", 16), ("ab", 32), ("ab2", 64)]), 32 + 64);
+        assert_eq!(of(&[("a", 16), ("a", 32), ("c", 64), ("d", 64)]), 16 + 2 * 64);
+        // Three deep; no more than there is.
+        assert_eq!(of(&[("a", 16), ("a.b", 32), ("a.b.c", 64)]), 16 + 32 + 64);
+        assert_eq!(of(&[("a", 16), ("a.b", 32), ("a.b.c", 64), ("z", 64), ("y", 64)]), 16 + 32 + 2 * 64);
     }
 }

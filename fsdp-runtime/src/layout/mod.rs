@@ -22,8 +22,8 @@ mod static_layout;
 
 pub use bucket::{BucketLayout, Item, ItemShard, element_bucket_size};
 pub use error::LayoutError;
-pub use memory::MemoryPlan;
 pub(crate) use memory::POOLED_UNITS;
+pub use memory::{MemoryPlan, PoolLimit, Schedule};
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
 pub use static_layout::{FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit};
 pub(crate) use static_layout::{check_tp_field, check_tp_size, require_fit};

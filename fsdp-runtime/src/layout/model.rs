@@ -149,6 +149,18 @@ impl ModelLayout {
             .collect()
     }
 
+    /// Whether unit `inner`, which comes later, is inside unit `outer`, going by their paths: the two may be one place, a
+    /// unit that is nothing but a unit.
+    ///
+    /// # Panics
+    /// If there is no such unit.
+    pub fn encloses(&self, outer: usize, inner: usize) -> bool {
+        let (outer, inner) = (self.units[outer].path.as_str(), self.units[inner].path.as_str());
+        inner
+            .strip_prefix(outer)
+            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.') || outer.is_empty())
+    }
+
     /// Elements of all parameters.
     pub fn numel(&self) -> usize {
         self.buckets.iter().map(BucketLayout::numel).sum()

@@ -6,4 +6,4 @@ mod pool;
 
 pub use account::{Account, Category, Usage};
 pub(crate) use alias::{Aliases, TOMBSTONE, candle_dtype, copy_out, names_tombstone, variable};
-pub(crate) use pool::{Pool, SlotId};
+pub(crate) use pool::{Lease, Pool};

@@ -1,83 +1,107 @@
-//! A fixed pool of flat buffers: a few slots for each class of units that have the same buffer shapes.
+//! Flat buffers that units take turns in, within one bound over all of them.
+//!
+//! Units whose buffers have equal shapes are a class. What a unit gives back stays for the next unit of its class, as
+//! long as the bound has room for it; a unit of another class that needs the room has it freed. So where units are alike
+//! the same few buffers go round, and where no two are alike each unit's are there while it holds them.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::{Account, Category};
 use crate::comm::CommError;
-use crate::device::{Event, Memory, Slice, Stream};
+use crate::device::{Memory, Slice};
+use crate::layout::PoolLimit;
 use crate::spec::Dtype;
 
-/// Dtype and elements of each buffer of a unit: units with equal shapes share slots.
+/// Dtype and elements of each buffer of a unit.
 pub(crate) type Shapes = Vec<(Dtype, usize)>;
 
-/// A slot of a [`Pool`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct SlotId {
+/// The buffers that a unit holds. They are given back by [`Pool::release`].
+#[derive(Debug)]
+pub(crate) struct Lease {
+    buffers: Vec<Slice>,
     class: usize,
-    slot: usize,
+    /// They are of those that [`Pool::settle`] has allocated.
+    settled: bool,
 }
 
-#[derive(Default)]
-struct Slot {
-    buffers: Option<Vec<Slice>>,
-    held: bool,
-    /// The buffers may be written again after this.
-    free_after: Option<Arc<dyn Event>>,
-    /// The pool's clock at the last release: the slot idle for longest is taken first.
-    released: u64,
+impl Lease {
+    /// One for each of the unit's shapes.
+    pub(crate) fn buffers(&self) -> &[Slice] {
+        &self.buffers
+    }
 }
 
 struct Class {
-    /// The only unit of the class, whatever others look like.
+    /// The only unit of the class, whatever others look like: it is outside the bound.
     alone: Option<usize>,
     shapes: Shapes,
-    slots: Vec<Slot>,
+    units: usize,
+    /// Buffers that wait for a unit, and when they were given back: those that wait for longest first.
+    idle: VecDeque<(u64, Lease)>,
 }
 
-/// Buffers that are used over and over: at most `depth` sets for each class, allocated at first use, their
-/// addresses stable from then on (unless the pool is told not to keep them).
+impl Class {
+    fn bytes(&self) -> u64 {
+        self.shapes.iter().map(|&(dtype, len)| (dtype.size() * len) as u64).sum()
+    }
+}
+
+/// Buffers that are used over and over, allocated when no unit has left some of the same shapes.
 pub(crate) struct Pool {
     account: Account,
     category: Category,
     classes: Vec<Class>,
     class_of_unit: Vec<Option<usize>>,
+    limit: PoolLimit,
+    /// Bytes that `limit` allows for.
+    room: u64,
+    /// Bytes that are allocated under it, held or idle.
+    allocated: u64,
     keep: bool,
+    settled: bool,
     clock: u64,
 }
 
 impl Pool {
-    /// A pool for units of these shapes (empty shapes: the unit needs no buffer). A class has as many slots
-    /// as it has units, but at most `depth`; a unit that is to be `alone` is a class of its own. With `keep`
-    /// false a slot's buffers are freed whenever it is released.
+    /// A pool for units of these shapes (empty shapes: the unit needs no buffer). A unit that is to be `alone` is a class
+    /// of its own and outside `limit`. With `keep` false buffers are freed when they are given back.
     pub(crate) fn new(
         account: Account,
         category: Category,
         shapes: Vec<Shapes>,
         alone: impl Fn(usize) -> bool,
-        depth: usize,
+        limit: PoolLimit,
         keep: bool,
     ) -> Pool {
         let mut classes: Vec<Class> = Vec::new();
-        let class_of_unit = shapes
-            .into_iter()
-            .enumerate()
-            .map(|(unit, shapes)| {
-                let alone = alone(unit).then_some(unit);
-                if shapes.is_empty() {
-                    return None;
-                }
-                let same = |class: &Class| class.alone == alone && class.shapes == shapes;
-                let class = classes.iter().position(same).unwrap_or_else(|| {
-                    classes.push(Class { alone, shapes, slots: Vec::new() });
-                    classes.len() - 1
-                });
-                if classes[class].slots.len() < depth {
-                    classes[class].slots.push(Slot::default());
-                }
-                Some(class)
-            })
-            .collect();
-        Pool { account, category, classes, class_of_unit, keep, clock: 0 }
+        let class_of_unit = shapes.into_iter().enumerate().map(|(unit, shapes)| {
+            let alone = alone(unit).then_some(unit);
+            if shapes.is_empty() {
+                return None;
+            }
+            let same = |class: &Class| class.alone == alone && class.shapes == shapes;
+            let class = classes.iter().position(same).unwrap_or_else(|| {
+                classes.push(Class { alone, shapes, units: 0, idle: VecDeque::new() });
+                classes.len() - 1
+            });
+            classes[class].units += 1;
+            Some(class)
+        });
+        let class_of_unit = class_of_unit.collect();
+        let (room, allocated, settled, clock) = (0, 0, false, 0);
+        let mut pool =
+            Pool { account, category, classes, class_of_unit, limit, room, allocated, keep, settled, clock };
+        pool.set_limit(limit);
+        pool
+    }
+
+    /// Sets the bound. Units hold no more than it allows for, but where some are held inside others.
+    pub(crate) fn set_limit(&mut self, limit: PoolLimit) {
+        let comes_and_goes = |class: &&Class| class.alone.is_none() && !(self.settled && class.units > 1);
+        let shared = self.classes.iter().filter(comes_and_goes);
+        let units: Vec<(u64, u64)> = shared.map(|class| (class.bytes(), class.units as u64)).collect();
+        (self.limit, self.room) = (limit, limit.room(&units));
     }
 
     /// Whether no unit needs a buffer.
@@ -85,95 +109,95 @@ impl Pool {
         self.classes.is_empty()
     }
 
-    /// Whether the addresses of the slots are stable once they are allocated.
+    /// Whether buffers stay when they are given back.
     pub(crate) fn is_kept(&self) -> bool {
         self.keep
     }
 
-    /// Allocates all slots now, in `memory`, whatever else the pool's buffers are in. To be called before the first use.
+    /// Whether the unit's buffers are under the bound.
+    pub(crate) fn is_shared(&self, unit: usize) -> bool {
+        self.class_of_unit[unit].is_some_and(|class| self.classes[class].alone.is_none())
+    }
+
+    /// Allocates the buffers of classes that repeat now, as many as units may hold at a time, and those of units that
+    /// are alone, in `memory`: they stay where they are. Other units have memory that comes and goes, as always. To be
+    /// called before the first use.
     ///
     /// # Errors
     /// Those of [`Account::allocate`].
     pub(crate) fn settle(&mut self, memory: Arc<dyn Memory>) -> Result<(), CommError> {
         let account = self.account.in_memory(memory);
-        for class in &mut self.classes {
-            for slot in &mut class.slots {
-                slot.buffers = Some(allocate(&account, self.category, &class.shapes)?);
+        for (index, class) in self.classes.iter_mut().enumerate() {
+            let sets = match class.alone {
+                Some(_) => 1,
+                None if class.units > 1 => class.units.min(self.limit.units),
+                None => 0,
+            };
+            for _ in 0..sets {
+                let buffers = allocate(&account, self.category, &class.shapes)?;
+                class.idle.push_back((0, Lease { buffers, class: index, settled: true }));
             }
         }
+        self.settled = true;
+        self.set_limit(self.limit);
         Ok(())
     }
 
-    /// Buffers of the slots that `units` draw from, as far as they are allocated, in an order that is the same on ranks
-    /// that have made the same pool.
+    /// Buffers that wait for one of `units`, in an order that is the same on ranks that have made the same pool.
     pub(crate) fn buffers_of(&self, units: impl Fn(usize) -> bool) -> Vec<Slice> {
         let drawn = |class: usize| {
             let mut all = self.class_of_unit.iter().enumerate();
             all.any(|(unit, of)| *of == Some(class) && units(unit))
         };
         let classes = self.classes.iter().enumerate().filter(|(index, _)| drawn(*index));
-        let slots = classes.flat_map(|(_, class)| &class.slots);
-        slots.flat_map(|slot| slot.buffers.iter().flatten().cloned()).collect()
+        let leases = classes.flat_map(|(_, class)| &class.idle);
+        leases.flat_map(|(_, lease)| lease.buffers.iter().cloned()).collect()
     }
 
-    /// Takes an idle slot for `unit`. Work on `stream` that is enqueued from now on may write its buffers.
-    ///
-    /// # Errors
-    /// Those of [`Stream::wait`] for the slot's last user, and of [`Account::allocate`].
-    pub(crate) fn acquire(
-        &mut self,
-        unit: usize,
-        stream: &dyn Stream,
-    ) -> Result<Option<(SlotId, Vec<Slice>)>, CommError> {
-        let Some(class_index) = self.class_of_unit[unit] else {
-            return Ok(None);
-        };
-        let class = &mut self.classes[class_index];
-        let idle = class.slots.iter_mut().enumerate().filter(|(_, slot)| !slot.held);
-        let Some((index, slot)) = idle.min_by_key(|(_, slot)| slot.released) else {
-            return Ok(None);
-        };
-        if let Some(event) = slot.free_after.take() {
-            stream.wait(&event)?;
-        }
-        let (account, category) = (&self.account, self.category);
-        let buffers = match &slot.buffers {
-            Some(buffers) => buffers.clone(),
-            None => slot.buffers.insert(allocate(account, category, &class.shapes)?).clone(),
-        };
-        slot.held = true;
-        Ok(Some((SlotId { class: class_index, slot: index }, buffers)))
-    }
-
-    /// Buffers for `unit` outside the fixed slots: freed when the last handle goes. For what the bound cannot
-    /// hold, such as units nested deeper than the pool.
+    /// Takes buffers for `unit`: those that a unit of its class has left, else new ones, for which others that are idle
+    /// are freed as far as the bound asks for it. `None` if it needs none.
     ///
     /// # Errors
     /// Those of [`Account::allocate`].
-    pub(crate) fn fallback(&self, unit: usize) -> Result<Vec<Slice>, CommError> {
-        match self.class_of_unit[unit] {
-            Some(class) => allocate(&self.account, self.category, &self.classes[class].shapes),
-            None => Ok(Vec::new()),
+    pub(crate) fn acquire(&mut self, unit: usize) -> Result<Option<Lease>, CommError> {
+        let Some(index) = self.class_of_unit[unit] else { return Ok(None) };
+        let class = &mut self.classes[index];
+        if let Some((_, lease)) = class.idle.pop_front() {
+            return Ok(Some(lease));
         }
+        if class.alone.is_none() {
+            let bytes = class.bytes();
+            while self.allocated + bytes > self.room && self.free_oldest() {}
+            self.allocated += bytes;
+        }
+        let buffers = allocate(&self.account, self.category, &self.classes[index].shapes)?;
+        Ok(Some(Lease { buffers, class: index, settled: false }))
     }
 
-    /// True if `unit` and `other` draw from the same slots.
-    pub(crate) fn same_class(&self, unit: usize, other: usize) -> bool {
-        self.class_of_unit[unit] == self.class_of_unit[other]
-    }
-
-    /// Gives the slot back; its buffers are written again only after `last_use`, which is `None` if the order of
-    /// streams is such that they are anyway.
-    pub(crate) fn release(&mut self, id: SlotId, last_use: Option<Arc<dyn Event>>) {
+    /// Takes the buffers back, which are written again or freed from now on: whoever calls sees to the order of streams.
+    pub(crate) fn release(&mut self, lease: Lease) {
+        let class = &mut self.classes[lease.class];
         self.clock += 1;
-        let slot = &mut self.classes[id.class].slots[id.slot];
-        slot.released = self.clock;
-        debug_assert!(slot.held, "a slot is released once");
-        slot.held = false;
-        slot.free_after = last_use;
-        if !self.keep {
-            slot.buffers = None;
+        if lease.settled {
+            class.idle.push_front((self.clock, lease));
+        } else if self.keep {
+            class.idle.push_back((self.clock, lease));
+        } else if class.alone.is_none() {
+            self.allocated -= class.bytes();
         }
+    }
+
+    /// Frees what is idle for longest and not settled; false if there is none.
+    fn free_oldest(&mut self) -> bool {
+        let shared = self.classes.iter_mut().filter(|class| class.alone.is_none());
+        let waiting = shared.filter_map(|class| {
+            let at = class.idle.iter().position(|(_, lease)| !lease.settled)?;
+            Some((class.idle[at].0, at, class))
+        });
+        let Some((_, at, class)) = waiting.min_by_key(|(since, ..)| *since) else { return false };
+        class.idle.remove(at);
+        self.allocated -= class.bytes();
+        true
     }
 }
 
@@ -184,56 +208,116 @@ fn allocate(account: &Account, category: Category, shapes: &Shapes) -> Result<Ve
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::ComputeStream;
 
+    const TWO: PoolLimit = PoolLimit { units: 2, bytes: None };
+
+    /// Unit 0 is alone, of 64 bytes; 1, 2 and 3 have 256 bytes each, 4 has 128 and 5 nothing.
     fn pool(keep: bool) -> (Pool, Account) {
         let account = Account::default();
         let block: Shapes = vec![(Dtype::F32, 64)];
-        let shapes = vec![vec![(Dtype::BF16, 32)], block.clone(), block.clone(), block, vec![]];
-        (Pool::new(account.clone(), Category::GatherPool, shapes, |unit| unit == 0, 2, keep), account)
+        let shapes = vec![
+            vec![(Dtype::BF16, 32)],
+            block.clone(),
+            block.clone(),
+            block,
+            vec![(Dtype::F32, 32)],
+            vec![],
+        ];
+        (Pool::new(account.clone(), Category::GatherPool, shapes, |unit| unit == 0, TWO, keep), account)
+    }
+
+    fn take(pool: &mut Pool, unit: usize) -> Lease {
+        pool.acquire(unit).unwrap().unwrap()
+    }
+
+    fn bytes(account: &Account) -> (usize, usize) {
+        let usage = account.usage(Category::GatherPool);
+        (usage.current, usage.peak)
     }
 
     #[test]
-    fn a_class_never_has_more_than_its_slots() {
+    fn units_of_a_class_take_turns_in_the_same_buffers() {
         let (mut pool, account) = pool(true);
-        let stream = ComputeStream::new("compute");
-        let (first, buffers) = pool.acquire(1, &*stream).unwrap().unwrap();
-        pool.acquire(2, &*stream).unwrap().unwrap();
-        assert!(pool.acquire(3, &*stream).unwrap().is_none());
-        pool.release(first, Some(stream.record()));
-        let (_, again) = pool.acquire(3, &*stream).unwrap().unwrap();
-        assert_eq!(again[0].as_ptr(), buffers[0].as_ptr());
-        assert_eq!(account.usage(Category::GatherPool).peak, 2 * 64 * 4);
+        let (first, second) = (take(&mut pool, 1), take(&mut pool, 2));
+        let address = first.buffers()[0].as_ptr();
+        pool.release(first);
+        let third = take(&mut pool, 3);
+        assert_eq!(third.buffers()[0].as_ptr(), address);
+        pool.release(second);
+        pool.release(third);
+        assert_eq!(bytes(&account), (2 * 256, 2 * 256));
+    }
+
+    #[test]
+    fn a_unit_of_another_class_has_what_is_idle_freed() {
+        let (mut pool, account) = pool(true);
+        let (first, second) = (take(&mut pool, 1), take(&mut pool, 2));
+        pool.release(second);
+        let small = take(&mut pool, 4);
+        assert_eq!(bytes(&account), (256 + 128, 2 * 256));
+        // There is room for no more than what two units hold: the small one's goes again.
+        pool.release(small);
+        let third = take(&mut pool, 3);
+        assert_eq!(bytes(&account), (2 * 256, 2 * 256));
+        pool.release(first);
+        pool.release(third);
+        // The unit that is alone takes no one's room.
+        take(&mut pool, 0);
+        assert_eq!(bytes(&account).1, 2 * 256 + 64);
+    }
+
+    #[test]
+    fn units_held_inside_others_get_memory_beyond_the_bound_and_it_goes_again() {
+        let (mut pool, account) = pool(true);
+        let held: Vec<Lease> = (1..4).map(|unit| take(&mut pool, unit)).collect();
+        assert_eq!(bytes(&account).0, 3 * 256);
+        held.into_iter().for_each(|lease| pool.release(lease));
+        let small = take(&mut pool, 4);
+        assert_eq!(bytes(&account).0, 256 + 128);
+        pool.release(small);
     }
 
     #[test]
     fn a_unit_without_buffers_gets_none() {
         let (mut pool, _) = pool(true);
-        assert!(pool.acquire(4, &*ComputeStream::new("compute")).unwrap().is_none());
-        assert!(pool.fallback(4).unwrap().is_empty());
+        assert!(pool.acquire(5).unwrap().is_none());
+        assert!(!pool.is_shared(5) && !pool.is_shared(0) && pool.is_shared(4));
     }
 
     #[test]
-    fn a_pool_that_is_settled_allocates_no_more() {
+    fn what_is_settled_stays_where_it_is() {
         let (mut pool, account) = pool(true);
         pool.settle(Arc::new(crate::device::HostMemory)).unwrap();
-        let whole = (32 * 2 + 2 * 64 * 4, pool.buffers_of(|unit| unit == 3));
-        assert_eq!((account.usage(Category::GatherPool).current, whole.1.len()), (whole.0, 2));
-        let stream = ComputeStream::new("compute");
-        for unit in [1, 2] {
-            let (_, buffers) = pool.acquire(unit, &*stream).unwrap().unwrap();
-            assert!(whole.1.iter().any(|known| known.as_ptr() == buffers[0].as_ptr()));
+        // Two sets of the class that repeats, and the one of the unit that is alone.
+        let known = pool.buffers_of(|_| true);
+        assert_eq!((known.len(), bytes(&account).0), (3, 2 * 256 + 64));
+        for unit in [1, 4, 2, 3, 4, 1] {
+            let (lease, other) = (take(&mut pool, unit), take(&mut pool, 2));
+            let is_known = known.iter().any(|known| known.as_ptr() == lease.buffers()[0].as_ptr());
+            assert_eq!(is_known, unit != 4, "{unit}");
+            pool.release(lease);
+            pool.release(other);
         }
-        assert_eq!(account.usage(Category::GatherPool).peak, whole.0);
+        assert_eq!(bytes(&account).1, 2 * 256 + 64 + 128);
     }
 
     #[test]
     fn without_keep_memory_goes_back_at_release() {
         let (mut pool, account) = pool(false);
-        let stream = ComputeStream::new("compute");
-        let (id, buffers) = pool.acquire(0, &*stream).unwrap().unwrap();
-        drop(buffers);
-        pool.release(id, None);
-        assert_eq!(account.usage(Category::GatherPool).current, 0);
+        for unit in [0, 1, 4, 1] {
+            let lease = take(&mut pool, unit);
+            pool.release(lease);
+            assert_eq!(bytes(&account).0, 0);
+        }
+    }
+
+    #[test]
+    fn a_deeper_limit_has_room_for_more() {
+        let (mut pool, account) = pool(true);
+        pool.set_limit(PoolLimit { units: 3, bytes: None });
+        let held: Vec<Lease> = (1..4).map(|unit| take(&mut pool, unit)).collect();
+        held.into_iter().for_each(|lease| pool.release(lease));
+        let held: Vec<Lease> = (1..4).map(|unit| take(&mut pool, unit)).collect();
+        assert_eq!((bytes(&account).1, held.len()), (3 * 256, 3));
     }
 }

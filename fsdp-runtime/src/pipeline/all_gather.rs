@@ -1,9 +1,9 @@
 //! Gathers the parameters of units ahead of their use.
 //!
-//! A unit's full weights live in a slot of a fixed pool, two slots for each class of equally shaped units:
-//! one in use, one being filled for the next unit. A unit that was used keeps its slot, weights valid, until
-//! another unit needs it (lazy release): the last units of a forward are the first of the backward and are
-//! not gathered again.
+//! A unit's full weights live in buffers of a pool. Those of a few units are there at a time, whatever their shapes: the
+//! unit that runs and as many as are gathered ahead, two at least. A unit that was used keeps its buffers, weights valid,
+//! until another unit needs the room (lazy release): the last units of a forward are the first of the backward and are
+//! not gathered again. Units that run inside others come on top, as the others have to stay.
 //!
 //! Where the strategy keeps whole weights (ZeRO-1, 2), a gather refreshes them in place after each optimizer
 //! step, through the same schedule.
@@ -15,7 +15,8 @@ use super::{Moment, Order, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Gather, Registration};
 use crate::device::{Event, Fill, Slice, cast, fill};
-use crate::memory::{Account, Category, Pool, SlotId};
+use crate::layout::PoolLimit;
+use crate::memory::{Account, Category, Lease, Pool};
 use crate::spec::Strategy;
 use crate::trace::Tracer;
 
@@ -25,11 +26,11 @@ pub(crate) struct GatherOptions {
     pub strategy: Strategy,
     /// Units ahead.
     pub prefetch: Prefetch,
-    /// Most elements gathered or in flight before a prefetch is held back.
+    /// Most elements gathered or in flight; one unit may be larger.
     pub budget: Option<usize>,
-    /// Slots a class.
+    /// Units at a time, if fewer are gathered ahead.
     pub depth: usize,
-    /// Keep the slots' memory, and released weights in it, until needed.
+    /// Keep released weights, and their memory, until the room is needed.
     pub double_buffer: bool,
     pub poison: bool,
     /// Outer ranks that update parts of the shards: after an optimizer step each gathers those of the others,
@@ -37,11 +38,24 @@ pub(crate) struct GatherOptions {
     pub outer: Option<Arc<dyn Communicator>>,
 }
 
+impl GatherOptions {
+    /// How much may be gathered at a time, where an element has `widest` bytes at most.
+    fn limit(&self, widest: usize) -> PoolLimit {
+        PoolLimit::gathered(self.depth, self.prefetch.deepest(), self.budget, widest)
+    }
+}
+
 /// Units that are gathered ahead of the present one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Prefetch {
     pub forward: usize,
     pub backward: usize,
+}
+
+impl Prefetch {
+    fn deepest(self) -> usize {
+        self.forward.max(self.backward)
+    }
 }
 
 /// How the shards have changed.
@@ -81,7 +95,8 @@ struct UnitWeights {
     groups: Vec<usize>,
     numel: usize,
     status: Status,
-    slot: Option<SlotId>,
+    /// The memory of `full`, where weights are not held whole anyway.
+    lease: Option<Lease>,
     full: Vec<Slice>,
     users: usize,
     last_used: u64,
@@ -102,6 +117,10 @@ pub(crate) struct AllGatherPipeline {
     tracer: Arc<Tracer>,
     options: GatherOptions,
     pool: Pool,
+    /// Bytes that an element has at most.
+    widest: usize,
+    /// Most units ahead that were ever asked for.
+    deepest: usize,
     account: Account,
     units: Vec<UnitWeights>,
     pub(crate) forward_order: Order,
@@ -121,8 +140,8 @@ pub(crate) enum Pass {
 enum Want<'a> {
     /// The unit is about to run.
     Now,
-    /// It will run, after these units.
-    Ahead(&'a [usize]),
+    /// It will run, after the unit that runs and then `sooner`.
+    Ahead { present: usize, sooner: &'a [usize] },
 }
 
 impl AllGatherPipeline {
@@ -141,12 +160,13 @@ impl AllGatherPipeline {
             let shape = |&group: &usize| (groups[group].layout.key.dtype, groups[group].layout.size);
             if sharded { unit.groups.iter().map(shape).collect() } else { Vec::new() }
         });
+        let widest = groups.iter().map(|group| group.layout.key.dtype.size()).max().unwrap_or(0);
         let pool = Pool::new(
             account.clone(),
             Category::GatherPool,
             shapes.collect(),
             |unit| unit == 0 || matches!(units[unit].reshard, Reshard::Never),
-            options.depth,
+            options.limit(widest),
             options.double_buffer,
         );
         let units = units.into_iter().map(|GatherUnit { path, groups: buckets, reshard }| UnitWeights {
@@ -162,7 +182,7 @@ impl AllGatherPipeline {
             expected: false,
             kept: Vec::new(),
             status: Status::Ready,
-            slot: None,
+            lease: None,
             users: 0,
             last_used: 0,
             frozen_gathered: false,
@@ -173,6 +193,8 @@ impl AllGatherPipeline {
             streams,
             tracer,
             pool,
+            widest,
+            deepest: options.prefetch.deepest(),
             account: account.clone(),
             units: units.collect(),
             options,
@@ -184,11 +206,11 @@ impl AllGatherPipeline {
         pipeline
     }
 
-    /// Has the slots of the pool in memory that stays, registered with the communicators that gather into them. To be
-    /// called on all ranks before the first gather.
+    /// Has the buffers of the root and of units that are alike in memory that stays, registered with the communicators that
+    /// gather into them. To be called on all ranks before the first gather.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if the slots come and go or the communicator registers nothing; those of
+    /// [`CommError::Invalid`] if the buffers come and go or the communicator registers nothing; those of
     /// [`Communicator::register`].
     pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
         settle(&mut self.pool, &*self.comm)?;
@@ -233,7 +255,7 @@ impl AllGatherPipeline {
             self.units[unit].expected = false;
         }
         if let Some(pass) = pass {
-            self.prefetch(groups, pass, moment)?;
+            self.prefetch(groups, unit, pass, moment)?;
         }
         self.wait(unit)?;
         Ok(self.units[unit].full.clone())
@@ -276,9 +298,21 @@ impl AllGatherPipeline {
         }
     }
 
-    /// Sets how many units are gathered ahead.
+    /// Sets how many units are gathered ahead, and so how many may be there at a time.
     pub(crate) fn set_prefetch(&mut self, prefetch: Prefetch) {
         self.options.prefetch = prefetch;
+        self.deepest = self.deepest.max(prefetch.deepest());
+        self.pool.set_limit(self.options.limit(self.widest));
+    }
+
+    /// Most units ahead that were ever asked for.
+    pub(crate) fn deepest(&self) -> usize {
+        self.deepest
+    }
+
+    /// The unit's full weights are in use.
+    pub(crate) fn is_in_use(&self, unit: usize) -> bool {
+        self.units[unit].users > 0
     }
 
     /// One use of the unit's full weights is over.
@@ -287,10 +321,15 @@ impl AllGatherPipeline {
         let weights = &mut self.units[unit];
         weights.users -= 1;
         weights.last_used = self.clock;
-        // What is outside the fixed slots is not kept beyond its use.
         let keep = weights.expected && matches!(weights.reshard, Reshard::Never);
-        if weights.users == 0 && (weights.slot.is_none() || !self.options.double_buffer) && !keep {
+        if weights.users == 0 && !self.options.double_buffer && !keep {
             self.evict(unit)?;
+        }
+        // Units inside this one may have been kept beside it.
+        while self.idle().0 > self.units_at_a_time()
+            && let Some(victim) = self.victim(Want::Now)
+        {
+            self.evict(victim)?;
         }
         Ok(())
     }
@@ -326,7 +365,7 @@ impl AllGatherPipeline {
 
     /// Paths of the units whose full weights occupy memory of the pool now.
     pub(crate) fn gathered(&self) -> Vec<Arc<str>> {
-        self.units.iter().filter(|unit| unit.slot.is_some()).map(|unit| unit.path.clone()).collect()
+        self.units.iter().filter(|unit| unit.lease.is_some()).map(|unit| unit.path.clone()).collect()
     }
 
     fn order(&mut self, pass: Pass) -> &mut Order {
@@ -336,25 +375,67 @@ impl AllGatherPipeline {
         }
     }
 
-    fn prefetch(&mut self, groups: &[GroupBuffers], pass: Pass, moment: Moment) -> Result<(), CommError> {
+    fn prefetch(
+        &mut self,
+        groups: &[GroupBuffers],
+        present: usize,
+        pass: Pass,
+        moment: Moment,
+    ) -> Result<(), CommError> {
         let depth = match pass {
             Pass::Forward => self.options.prefetch.forward,
             Pass::Backward => self.options.prefetch.backward,
         };
         let next: Vec<usize> = self.order(pass).upcoming().take(depth).collect();
         for (nearer, &unit) in next.iter().enumerate() {
-            let resident: usize = self.units[1..].iter().filter(|u| u.slot.is_some()).map(|u| u.numel).sum();
-            let over = self.options.budget.is_some_and(|budget| resident + self.units[unit].numel > budget);
-            if matches!(self.units[unit].status, Status::Sharded) && !over {
-                self.launch(groups, unit, Want::Ahead(&next[..nearer]), moment)?;
+            if matches!(self.units[unit].status, Status::Sharded) {
+                let want = Want::Ahead { present, sooner: &next[..nearer] };
+                self.launch(groups, unit, want, moment)?;
             }
         }
         Ok(())
     }
 
-    /// Starts the unit's gather. A prefetch gives up if no slot is idle or can be taken from a unit that was
-    /// already used and is not needed sooner; a demand may take one from a prefetched unit too, and in the last
-    /// resort allocates.
+    fn units_at_a_time(&self) -> usize {
+        self.options.limit(self.widest).units
+    }
+
+    /// Number and elements of the units that have room in the pool and are not in use.
+    fn idle(&self) -> (usize, usize) {
+        let idle = self.units.iter().enumerate().filter(|&(unit, weights)| {
+            weights.lease.is_some() && weights.users == 0 && self.pool.is_shared(unit)
+        });
+        idle.fold((0, 0), |(units, numel), (_, weights)| (units + 1, numel + weights.numel))
+    }
+
+    /// Sees to it that there is room for `unit`, by giving up units that are not in use. False if there is none for a
+    /// prefetch, which takes none from a unit that is needed sooner, or waits to be used. A unit that is about to run
+    /// always finds room: what is in use then is around it.
+    fn make_room(&mut self, unit: usize, want: Want<'_>) -> Result<bool, CommError> {
+        if !self.pool.is_shared(unit) {
+            return Ok(true);
+        }
+        // The unit itself, and the one that runs meanwhile.
+        let (mut units, mut numel) = (1, self.units[unit].numel);
+        if let Want::Ahead { present, .. } = want
+            && self.pool.is_shared(present)
+        {
+            (units, numel) = (units + 1, numel + self.units[present].numel);
+        }
+        loop {
+            let (idle, idle_numel) = self.idle();
+            let in_budget = self.options.budget.is_none_or(|budget| idle_numel + numel <= budget);
+            if idle + units <= self.units_at_a_time() && in_budget {
+                return Ok(true);
+            }
+            match self.victim(want) {
+                Some(victim) => self.evict(victim)?,
+                None => return Ok(matches!(want, Want::Now)),
+            }
+        }
+    }
+
+    /// Starts the unit's gather, if there is room.
     fn launch(
         &mut self,
         groups: &[GroupBuffers],
@@ -363,19 +444,13 @@ impl AllGatherPipeline {
         moment: Moment,
     ) -> Result<(), CommError> {
         if self.options.strategy.shards_params() {
-            let mut acquired = self.pool.acquire(unit, &*self.streams.gather)?;
-            if acquired.is_none()
-                && let Some(victim) = self.victim(unit, want)
-            {
-                self.evict(victim)?;
-                acquired = self.pool.acquire(unit, &*self.streams.gather)?;
+            if !self.make_room(unit, want)? {
+                return Ok(());
             }
+            let lease = self.pool.acquire(unit)?;
             let weights = &mut self.units[unit];
-            match acquired {
-                Some((slot, full)) => (weights.slot, weights.full) = (Some(slot), full),
-                None if matches!(want, Want::Now) => weights.full = self.pool.fallback(unit)?,
-                None => return Ok(()),
-            }
+            weights.full = lease.iter().flat_map(Lease::buffers).cloned().collect();
+            weights.lease = lease;
         }
         self.launch_outer(groups, unit, moment)?;
         if !self.units[unit].kept.is_empty() {
@@ -453,15 +528,17 @@ impl AllGatherPipeline {
         })
     }
 
-    /// A unit whose slot `unit` may take: the one used longest ago, or for a demand one that waits to be
+    /// A unit that may be given up: the one used longest ago, or for a unit that is about to run one that waits to be
     /// used.
-    fn victim(&self, unit: usize, want: Want<'_>) -> Option<usize> {
+    fn victim(&self, want: Want<'_>) -> Option<usize> {
         let candidates = self.units.iter().enumerate().filter(|&(other, weights)| {
             let spare = match want {
                 Want::Now => true,
-                Want::Ahead(sooner) => matches!(weights.status, Status::Ready) && !sooner.contains(&other),
+                Want::Ahead { sooner, .. } => {
+                    matches!(weights.status, Status::Ready) && !sooner.contains(&other)
+                }
             };
-            weights.slot.is_some() && weights.users == 0 && spare && self.pool.same_class(unit, other)
+            weights.lease.is_some() && weights.users == 0 && spare && self.pool.is_shared(other)
         });
         candidates
             .min_by_key(|(_, weights)| (matches!(weights.status, Status::InFlight(_)), weights.last_used))
@@ -493,7 +570,7 @@ impl AllGatherPipeline {
                 weights.kept.push(kept);
             }
         }
-        let Some(slot) = weights.slot.take() else {
+        let Some(lease) = weights.lease.take() else {
             return Ok(());
         };
         if self.options.poison {
@@ -501,8 +578,8 @@ impl AllGatherPipeline {
                 fill(&*self.streams.compute, &slice, Fill::Poison)?;
             }
         }
-        // A gather begins when the compute stream has passed its launch.
-        self.pool.release(slot, None);
+        // A gather into the same memory begins when the compute stream has passed its launch.
+        self.pool.release(lease);
         Ok(())
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! What is reduced when depends on the [`Sync`] of the microbatch.
 //!
-//! ZeRO-2 and 3: a unit's gradients are written into a bucket of a fixed pool, two buckets for each class of
-//! equally shaped units, and the reduce-scatter accumulates into the main-gradient shard; the bucket is
-//! written again once that is done. ZeRO-0 and 1: gradients are written (or added) straight into the whole
+//! ZeRO-2 and 3: a unit's gradients are written into buckets of a pool, and the reduce-scatter accumulates into the
+//! main-gradient shard. Those of two units, or so many elements, are unreduced at a time, whatever their shapes: before
+//! a unit's are written, the compute stream waits for the reductions that were launched first. ZeRO-0 and 1: gradients are written (or added) straight into the whole
 //! main-gradient buffer, which is reduced in place once, in the last microbatch.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::registration::{register, settle};
@@ -14,7 +15,8 @@ use super::{Moment, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{Accumulate, CommError, Communicator, Gather, Reduce, Registration};
 use crate::device::{Event, Fill, Slice, Stream, cast, fill};
-use crate::memory::{Account, Category, Pool, SlotId};
+use crate::layout::PoolLimit;
+use crate::memory::{Account, Category, Lease, Pool};
 use crate::spec::{Dtype, OuterStrategy, Strategy};
 use crate::trace::Tracer;
 
@@ -38,8 +40,10 @@ pub(crate) struct ReduceOptions {
     pub main: Dtype,
     /// Factor of each reduced contribution.
     pub scale: f32,
-    /// Buckets a class.
+    /// Units that are unreduced at a time.
     pub depth: usize,
+    /// Elements that are unreduced at a time, instead; one unit may be larger.
+    pub budget: Option<usize>,
     pub double_buffer: bool,
     pub poison: bool,
     /// `None` where there is one outer rank.
@@ -77,15 +81,27 @@ struct UnitGrads {
     path: Arc<str>,
     /// Trainable groups.
     groups: Vec<usize>,
-    open: Option<(Option<SlotId>, Vec<GradTarget>)>,
+    /// Their elements.
+    numel: usize,
+    open: Option<(Option<Lease>, Vec<GradTarget>)>,
     /// What is open is written to in this backward.
     in_use: bool,
+    /// What is open stays so until a unit inside this one has had its backward.
+    encloses: bool,
     /// The main gradients hold a contribution of this step.
     accumulated: bool,
     /// ZeRO-0 and 1: they were reduced.
     synced: bool,
     /// They were reduced over the outer ranks.
     outer_synced: bool,
+}
+
+/// Buckets whose reduction was launched.
+struct Reducing {
+    unit: usize,
+    lease: Lease,
+    /// The reduction is over.
+    done: Arc<dyn Event>,
 }
 
 pub(crate) struct GradReducePipeline {
@@ -96,6 +112,8 @@ pub(crate) struct GradReducePipeline {
     account: Account,
     pool: Pool,
     units: Vec<UnitGrads>,
+    /// In the order of their launches.
+    queue: VecDeque<Reducing>,
     reduced: Option<ReducedUnit>,
     /// The last reduction among the inner ranks.
     last: Option<Arc<dyn Event>>,
@@ -121,9 +139,11 @@ impl GradReducePipeline {
                 buckets.retain(|&group| groups[group].layout.key.requires_grad);
                 UnitGrads {
                     path,
+                    numel: buckets.iter().map(|&group| groups[group].layout.size).sum(),
                     groups: buckets,
                     open: None,
                     in_use: false,
+                    encloses: false,
                     accumulated: false,
                     synced: false,
                     outer_synced: false,
@@ -140,7 +160,7 @@ impl GradReducePipeline {
             Category::ReducePool,
             shapes.collect(),
             |unit| unit == 0,
-            options.depth,
+            PoolLimit::unreduced(options.depth, options.budget, options.wire),
             options.double_buffer,
         );
         GradReducePipeline {
@@ -151,6 +171,7 @@ impl GradReducePipeline {
             account: account.clone(),
             pool,
             units,
+            queue: VecDeque::new(),
             reduced: None,
             last: None,
             last_outer: None,
@@ -168,18 +189,22 @@ impl GradReducePipeline {
         register(&self.pool, &*self.comm, how, |_| true)
     }
 
-    /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until a bucket
-    /// is free.
+    /// Where the unit's gradients go, from now until [`Self::reduce`]. Waits, in stream order, until there is room for
+    /// them. Units that `is_around` this one have to stay as they are until it has had its backward.
     pub(crate) fn open(
         &mut self,
         groups: &[GroupBuffers],
         unit: usize,
+        is_around: impl Fn(usize) -> bool,
     ) -> Result<Vec<GradTarget>, CommError> {
+        for (other, state) in self.units.iter_mut().enumerate() {
+            state.encloses = other != unit && is_around(other);
+        }
         self.units[unit].in_use = true;
         if let Some((_, targets)) = &self.units[unit].open {
             return Ok(targets.clone());
         }
-        let (slot, buckets) = if self.options.strategy.shards_grads() {
+        let (lease, buckets) = if self.options.strategy.shards_grads() {
             self.take_buckets(unit)?
         } else {
             let whole = |&group: &usize| main_grad(groups, group).data().clone();
@@ -200,7 +225,7 @@ impl GradReducePipeline {
             }
             targets.push(GradTarget { group, bucket, fresh });
         }
-        state.open = Some((slot, targets.clone()));
+        state.open = Some((lease, targets.clone()));
         Ok(targets)
     }
 
@@ -220,7 +245,7 @@ impl GradReducePipeline {
             targets.iter_mut().for_each(|target| target.fresh = false);
             return Ok(());
         }
-        let Some((slot, targets)) = state.open.take() else {
+        let Some((lease, targets)) = state.open.take() else {
             return Ok(());
         };
         let add = self.units[unit].accumulated;
@@ -250,9 +275,8 @@ impl GradReducePipeline {
                     accumulate: if add { Accumulate::Add } else { Accumulate::Overwrite },
                 });
             }
-            let buckets = parts.iter().map(|part| part.send.clone()).collect();
             self.launch_reduce_scatter(unit, parts, moment)?;
-            let event = self.give_back(slot, buckets);
+            let event = self.give_back(unit, lease);
             self.reduced = (!passing.is_empty()).then_some(ReducedUnit { grads: passing, event });
         } else if sync == Sync::Step {
             self.reduce_whole(groups, unit, moment)?;
@@ -324,7 +348,9 @@ impl GradReducePipeline {
     /// The compute stream waits for all reductions launched so far.
     pub(crate) fn finish(&mut self) -> Result<(), CommError> {
         let events = [self.last.take(), self.last_outer.take()];
-        events.iter().flatten().try_for_each(|event| self.streams.compute.wait(event))
+        let waited = events.iter().flatten().try_for_each(|event| self.streams.compute.wait(event));
+        self.queue.drain(..).for_each(|reducing| self.pool.release(reducing.lease));
+        waited
     }
 
     /// The main gradients are spent: the next contribution overwrites them.
@@ -339,48 +365,70 @@ impl GradReducePipeline {
         self.reduced = None;
         for unit in 0..self.units.len() {
             self.units[unit].in_use = false;
-            if let Some((slot, _)) = self.units[unit].open.take() {
-                self.give_back_now(slot);
+            if let Some((Some(lease), _)) = self.units[unit].open.take() {
+                self.pool.release(lease);
             }
         }
     }
 
-    fn take_buckets(&mut self, unit: usize) -> Result<(Option<SlotId>, Vec<Slice>), CommError> {
-        if self.units[unit].groups.is_empty() {
-            return Ok((None, Vec::new()));
-        }
-        match self.pool.acquire(unit, &*self.streams.compute)? {
-            Some((slot, buckets)) => Ok((Some(slot), buckets)),
-            None => {
+    fn take_buckets(&mut self, unit: usize) -> Result<(Option<Lease>, Vec<Slice>), CommError> {
+        self.make_room(unit)?;
+        let lease = self.pool.acquire(unit)?;
+        let buckets = lease.iter().flat_map(Lease::buffers).cloned().collect();
+        Ok((lease, buckets))
+    }
+
+    /// Waits, in stream order, for the reductions launched first, until there is room for the unit's gradients. All ranks
+    /// have launched them, in this order, before they come here: the wait ends.
+    fn make_room(&mut self, unit: usize) -> Result<(), CommError> {
+        while !self.has_room(unit) {
+            let Some(first) = self.queue.pop_front() else {
+                // What is open waits for a later backward.
                 self.held_back = true;
-                Ok((None, self.pool.fallback(unit)?))
-            }
+                break;
+            };
+            self.streams.compute.wait(&first.done)?;
+            self.pool.release(first.lease);
+        }
+        Ok(())
+    }
+
+    fn has_room(&self, unit: usize) -> bool {
+        if self.queue.iter().any(|reducing| reducing.unit == unit) {
+            // The root's are reduced still.
+            return false;
+        }
+        if !self.pool.is_shared(unit) {
+            return true;
+        }
+        let open = self.units.iter().enumerate().filter(|&(other, state)| {
+            matches!(state.open, Some((Some(_), _))) && other != unit && !state.encloses
+        });
+        let unreduced = open.map(|(other, _)| other).chain(self.queue.iter().map(|reducing| reducing.unit));
+        let unreduced = unreduced.filter(|&other| self.pool.is_shared(other));
+        let (units, numel) =
+            unreduced.fold((0, 0), |(units, numel), other| (units + 1, numel + self.units[other].numel));
+        match self.options.budget {
+            _ if units == 0 => true,
+            Some(budget) => numel + self.units[unit].numel <= budget,
+            None => units < self.options.depth,
         }
     }
 
-    /// The gradients of more units than the pool has buckets for had to be held at a time: those of units whose
-    /// next backward is still to come.
+    /// The gradients of more units than there is room for had to be held at a time: those of units whose next backward is
+    /// still to come.
     pub(crate) fn has_held_back(&self) -> bool {
         self.held_back
     }
 
-    /// Buckets that were reduced last are free again.
-    fn give_back(&mut self, slot: Option<SlotId>, buckets: Vec<Slice>) -> Arc<dyn Event> {
-        let event = self.streams.reduce.record();
-        if slot.is_none() || !self.options.double_buffer {
-            self.streams.reduce.retire(&buckets);
+    /// The unit's buckets are free again when what was launched last is over.
+    fn give_back(&mut self, unit: usize, lease: Option<Lease>) -> Arc<dyn Event> {
+        let done = self.streams.reduce.record();
+        if let Some(lease) = lease {
+            self.queue.push_back(Reducing { unit, lease, done: done.clone() });
         }
-        if let Some(slot) = slot {
-            self.pool.release(slot, Some(event.clone()));
-        }
-        self.last = Some(event.clone());
-        event
-    }
-
-    fn give_back_now(&mut self, slot: Option<SlotId>) {
-        if let Some(slot) = slot {
-            self.pool.release(slot, None);
-        }
+        self.last = Some(done.clone());
+        done
     }
 
     fn launch_reduce_scatter(
@@ -457,7 +505,7 @@ impl GradReducePipeline {
         }
         let whole: Vec<_> = unit_groups.iter().map(|&group| main_grad(groups, group)).collect();
         let narrow = self.options.wire != self.options.main;
-        let (slot, wire) = if narrow { self.take_buckets(unit)? } else { (None, Vec::new()) };
+        let (lease, wire) = if narrow { self.take_buckets(unit)? } else { (None, Vec::new()) };
         for (grads, bucket) in whole.iter().zip(&wire) {
             cast(&*self.streams.compute, grads.data(), bucket)?;
         }
@@ -487,7 +535,7 @@ impl GradReducePipeline {
                 self.comm.all_gather(&**reduce, moment.tag(path), parts.collect())
             })?;
         }
-        self.give_back(slot, wire);
+        self.give_back(unit, lease);
         Ok(())
     }
 }

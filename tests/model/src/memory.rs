@@ -6,4 +6,4 @@ mod account;
 mod pool;
 
 pub use account::{Account, Category, Usage};
-pub(crate) use pool::{Pool, SlotId};
+pub(crate) use pool::{Lease, Pool};

@@ -9,7 +9,7 @@ use super::ties::{Place, Ties};
 use super::{MAX_BUCKETS, MAX_UNIT_KINDS, StaticBucket, StaticLayout, StaticOptions};
 use crate::layout::bucket::{element_alignment, element_start};
 use crate::layout::row::MAX_ELEMENTS;
-use crate::spec::Tree;
+use crate::spec::{Dtype, Tree};
 
 /// dtype, expert and requires_grad have no more values than this.
 const MAX_KEYS: usize = 12;
@@ -44,6 +44,41 @@ impl OpenBucket {
             Some(size) if size <= MAX_ELEMENTS => Some(size),
             _ => None,
         }
+    }
+}
+
+/// Most bytes of units that are around one unit, each inside the next.
+#[derive(Clone, Copy)]
+struct Around {
+    gathered: u64,
+    unreduced: u64,
+    /// There is a unit.
+    some: bool,
+}
+
+impl Around {
+    const NONE: Around = Around { gathered: 0, unreduced: 0, some: false };
+
+    /// Of the units here and there.
+    const fn or(self, other: Around) -> Around {
+        Around {
+            gathered: if self.gathered > other.gathered { self.gathered } else { other.gathered },
+            unreduced: if self.unreduced > other.unreduced { self.unreduced } else { other.unreduced },
+            some: self.some || other.some,
+        }
+    }
+
+    /// Of the units inside `unit`, and it.
+    const fn inside(self, unit: &[StaticBucket], wire: Dtype) -> Around {
+        let mut around = Around { some: true, ..self };
+        let mut i = 0;
+        while self.some && i < unit.len() {
+            let extent = unit[i].extent();
+            around.gathered = around.gathered.saturating_add(extent.gathered_bytes());
+            around.unreduced = around.unreduced.saturating_add(extent.unreduced_bytes(wire));
+            i += 1;
+        }
+        around
     }
 }
 
@@ -82,13 +117,15 @@ pub(super) const fn lay_out(tree: &Tree, options: &StaticOptions) -> StaticLayou
         opened: 0,
     };
     let mut root = OpenUnit::NONE;
-    fold.fold(tree, &Path::ROOT, &Inherited::NONE, &mut root, 1);
+    let around = fold.fold(tree, &Path::ROOT, &Inherited::NONE, &mut root, 1);
+    fold.layout.enclosing_gathered = around.gathered;
+    fold.layout.enclosing_unreduced = around.unreduced;
     fold.close_root(&root);
     fold.layout
 }
 
 impl Fold {
-    /// Adds what is in `tree` to `unit`, and the units in it `times`.
+    /// Adds what is in `tree` to `unit`, and the units in it `times`. Returns what is around units in it.
     #[track_caller]
     const fn fold(
         &mut self,
@@ -97,7 +134,8 @@ impl Fold {
         inherited: &Inherited,
         unit: &mut OpenUnit,
         times: usize,
-    ) {
+    ) -> Around {
+        let mut around = Around::NONE;
         match *tree {
             Tree::Param => {
                 if let Some(leaf) = inherited.leaf() {
@@ -108,40 +146,43 @@ impl Fold {
                 let mut i = 0;
                 while i < fields.len() {
                     let field = &fields[i];
-                    self.fold(field.tree, &path.field(field.name), &inherited.field(field), unit, times);
+                    let (path, inherited) = (path.field(field.name), inherited.field(field));
+                    around = around.or(self.fold(field.tree, &path, &inherited, unit, times));
                     i += 1;
                 }
             }
             Tree::Unit(content) => {
                 let mut inside = OpenUnit::NONE;
-                self.fold(content, path, inherited, &mut inside, times);
-                self.close(&inside, times);
+                let in_it = self.fold(content, path, inherited, &mut inside, times);
+                let wire = self.layout.options.precision.reduce;
+                around = in_it.inside(self.close(&inside, times), wire);
             }
             Tree::Array(0, _) => {}
             Tree::Array(len, element) => {
                 let (each, start) = (count(element), self.ordinal);
                 if self.ties.elements_are_alike(start, each, len) {
                     let before = *unit;
-                    self.fold(element, &path.element(0), inherited, unit, times * len);
+                    around = self.fold(element, &path.element(0), inherited, unit, times * len);
                     self.repeat(&before, unit, len, path);
                     self.ordinal = start + len * each;
-                    return;
+                    return around;
                 }
                 let mut i = 0;
                 while i < len {
-                    self.fold(element, &path.element(i), inherited, unit, times);
+                    around = around.or(self.fold(element, &path.element(i), inherited, unit, times));
                     i += 1;
                 }
             }
             Tree::Tuple(elements) => {
                 let mut i = 0;
                 while i < elements.len() {
-                    self.fold(elements[i], &path.element(i), inherited, unit, times);
+                    around = around.or(self.fold(elements[i], &path.element(i), inherited, unit, times));
                     i += 1;
                 }
             }
             Tree::Unknown(_) => {}
         }
+        around
     }
 
     /// Adds one parameter.
@@ -218,9 +259,9 @@ impl Fold {
         }
     }
 
-    /// Ends a unit that is there `times`.
+    /// Ends a unit that is there `times`. Returns its buckets.
     #[track_caller]
-    const fn close(&mut self, unit: &OpenUnit, times: usize) {
+    const fn close(&mut self, unit: &OpenUnit, times: usize) -> &[StaticBucket] {
         let start = self.layout.buckets_len;
         let mut i = 0;
         while i < unit.len {
@@ -233,7 +274,7 @@ impl Fold {
             if layout.kind(kind).is_alike(layout.buckets.split_at(start).1.split_at(unit.len).0) {
                 layout.buckets_len = start;
                 layout.kinds[kind].count += times;
-                return;
+                return self.layout.kind(kind).buckets;
             }
             kind += 1;
         }
@@ -242,6 +283,7 @@ impl Fold {
         }
         layout.kinds[kind] = super::Kind { count: times, start, len: unit.len };
         layout.kinds_len += 1;
+        self.layout.kind(kind).buckets
     }
 
     /// Ends the root: groups in the order of their first parameters, buckets of a group in the order in which

@@ -11,9 +11,9 @@ pub use fits::FitOptions;
 pub(crate) use fits::require_fit;
 
 use self::descent::{Inherited, Leaf, Path};
-use super::MemoryPlan;
-use super::memory::{BucketExtent, POOLED_UNITS, needs_wire_buckets};
-use crate::spec::{Dtype, Field, MixedPrecision, Strategy, Tree};
+use super::memory::{BucketExtent, PooledUnits, Schedule, keeps_whole, needs_wire_buckets};
+use super::{MemoryPlan, PoolLimit};
+use crate::spec::{Dtype, Field, MixedPrecision, ReshardAfterForward, Strategy, Tree};
 
 /// Most kinds of units.
 const MAX_UNIT_KINDS: usize = 64;
@@ -89,6 +89,9 @@ pub struct StaticLayout {
     kinds_len: usize,
     buckets: [StaticBucket; MAX_BUCKETS],
     buckets_len: usize,
+    /// Most bytes of weights, and of gradients that travel, of units around one unit.
+    enclosing_gathered: u64,
+    enclosing_unreduced: u64,
 }
 
 /// So many units whose buckets are `len` entries of the table from `start` on.
@@ -292,6 +295,8 @@ impl StaticLayout {
             kinds_len: 0,
             buckets: [StaticBucket::NONE; MAX_BUCKETS],
             buckets_len: 0,
+            enclosing_gathered: 0,
+            enclosing_unreduced: 0,
         }
     }
 
@@ -381,20 +386,32 @@ impl StaticLayout {
         largest
     }
 
-    /// What a rank will hold under `strategy`.
+    /// What a rank will hold under `strategy`, with the [default](Schedule::DEFAULT) schedule.
     pub const fn memory(&self, strategy: Strategy) -> MemoryPlan {
+        self.memory_with(strategy, &Schedule::DEFAULT)
+    }
+
+    /// The same with another schedule.
+    pub const fn memory_with(&self, strategy: Strategy, schedule: &Schedule) -> MemoryPlan {
+        let precision = &self.options.precision;
         let mut plan = MemoryPlan::NONE;
-        plan.add_unit(self.root(), strategy, &self.options.precision);
+        plan.add_unit(self.root(), strategy, precision);
         let mut kind = 0;
         while kind < self.kinds_len {
-            plan.add_unit(self.kind(kind), strategy, &self.options.precision);
+            plan.add_unit(self.kind(kind), strategy, precision);
             kind += 1;
         }
         if strategy.shards_params() {
-            plan.gather_pool = self.pool_bound(Pool::Gather);
+            let limit = schedule.gather_limit(self.widest());
+            let alone = keeps_whole(schedule.reshard);
+            plan.gather_pool = self.pool_bound(Pool::Gather, alone, limit, schedule.registered);
+            plan.gather_pool = plan.gather_pool.saturating_add(self.kept_bytes(schedule.reshard));
         }
-        if needs_wire_buckets(strategy, &self.options.precision) {
-            plan.reduce_pool = self.pool_bound(Pool::Reduce(self.options.precision.reduce));
+        if needs_wire_buckets(strategy, precision) {
+            let limit = schedule.reduce_limit(precision.reduce);
+            let alone = schedule.no_sync && strategy.shards_grads();
+            let pool = Pool::Reduce(precision.reduce);
+            plan.reduce_pool = self.pool_bound(pool, alone, limit, schedule.registered);
         }
         plan
     }
@@ -405,24 +422,52 @@ impl StaticLayout {
         self.memory(strategy).total(state_buffers)
     }
 
-    const fn pool_bound(&self, pool: Pool) -> u64 {
-        let mut bytes = self.root().pooled_bytes(pool);
+    /// Bytes of an element of the widest dtype.
+    const fn widest(&self) -> usize {
+        let mut widest = 0;
+        let mut i = 0;
+        while i < self.buckets_len {
+            if self.buckets[i].dtype.size() > widest {
+                widest = self.buckets[i].dtype.size();
+            }
+            i += 1;
+        }
+        widest
+    }
+
+    /// Bytes of what all units but the root keep of their whole weights between forward and backward.
+    const fn kept_bytes(&self, reshard: ReshardAfterForward) -> u64 {
+        let units = self.kinds.split_at(self.kinds_len).0;
+        sum!(units, kind => kind.count as u64 * sum!(
+            self.unit(*kind).buckets, bucket => bucket.extent().kept_bytes(reshard)
+        ))
+    }
+
+    /// The bound of a pool, outside of which are the root and, if they are `alone`, all units.
+    const fn pool_bound(&self, pool: Pool, alone: bool, limit: PoolLimit, registered: bool) -> u64 {
+        let mut own = self.root().pooled_bytes(pool);
+        let mut classes = [(0, 0); MAX_UNIT_KINDS];
         let mut kind = 0;
         while kind < self.kinds_len {
             let unit = self.kind(kind);
-            let mut room = POOLED_UNITS;
-            let mut earlier = 0;
-            while earlier < kind {
-                if unit.is_same_class(&self.kind(earlier), pool) {
-                    room = room.saturating_sub(self.kind(earlier).count);
-                }
-                earlier += 1;
+            let mut class = 0;
+            while class < kind && !unit.is_same_class(&self.kind(class), pool) {
+                class += 1;
             }
-            let held = if unit.count < room { unit.count } else { room };
-            bytes += held as u64 * unit.pooled_bytes(pool);
+            let count = unit.count as u64;
+            if alone {
+                own = own.saturating_add(unit.pooled_bytes(pool).saturating_mul(count));
+            } else {
+                classes[class] = (unit.pooled_bytes(pool), classes[class].1 + count);
+            }
             kind += 1;
         }
-        bytes
+        let enclosing = match pool {
+            _ if alone => 0,
+            Pool::Gather => self.enclosing_gathered,
+            Pool::Reduce(_) => self.enclosing_unreduced,
+        };
+        PooledUnits { alone: own, enclosing, classes: &mut classes }.bound(limit, registered)
     }
 }
 

@@ -78,6 +78,8 @@ fn plain(ranks: usize) -> Setting {
         depth: 2,
         prefetch: 1,
         budget: None,
+        reduce_budget: None,
+        unequal: false,
         double_buffer: true,
         reshard: Mode::Mixed,
         wire: Dtype::F32,

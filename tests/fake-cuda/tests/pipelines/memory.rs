@@ -5,4 +5,4 @@ pub(crate) use fsdp_runtime::memory::{Account, Category};
 #[path = "../../../../fsdp-runtime/src/memory/pool.rs"]
 mod pool;
 
-pub(crate) use pool::{Pool, SlotId};
+pub(crate) use pool::{Lease, Pool};

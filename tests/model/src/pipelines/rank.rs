@@ -6,13 +6,13 @@ use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{CommError, Communicator, Phase, Registration};
 use crate::device::{Slice, Stream, cast};
-use crate::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
-use crate::memory::Account;
+use crate::layout::{LayoutOptions, MemoryPlan, ModelLayout, Schedule, ShardAlignment, UnitLayout, UnitSpec};
+use crate::memory::{Account, Category};
 use crate::pipeline::{
     AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Moment, Outer, Pass, Prefetch,
     ReduceOptions, Reshard, Streams, Sync,
 };
-use crate::spec::{Dtype, GroupKey, MixedPrecision, OuterStrategy, ParamSpec, Strategy};
+use crate::spec::{Dtype, GroupKey, MixedPrecision, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 const ROOT: usize = 0;
@@ -44,6 +44,7 @@ pub(super) struct Rank<P> {
     setting: Setting,
     rank: usize,
     layout: ModelLayout,
+    account: Account,
     groups: Vec<GroupBuffers>,
     streams: Streams,
     gather: AllGatherPipeline,
@@ -87,10 +88,11 @@ fn contribution(rank: usize, microbatch: usize, element: usize) -> f32 {
     (rank + 1 + microbatch + element % 3) as f32
 }
 
-fn param(unit: usize, dtype: Dtype, requires_grad: bool) -> ParamSpec {
+fn param(setting: &Setting, unit: usize, requires_grad: bool) -> ParamSpec {
+    let dtype = setting.weights;
     ParamSpec {
         name: format!("{unit}.{requires_grad}"),
-        shape: vec![5],
+        shape: vec![if setting.unequal { 5 + 40 * unit } else { 5 }],
         key: GroupKey { dtype, expert: false, requires_grad, unit },
         no_decay: false,
         tp: None,
@@ -103,8 +105,8 @@ fn param(unit: usize, dtype: Dtype, requires_grad: bool) -> ParamSpec {
 
 fn layout(setting: &Setting) -> ModelLayout {
     let params = (0..UNITS).flat_map(|unit| {
-        let frozen = (setting.frozen && unit > 0).then(|| param(unit, setting.weights, false));
-        std::iter::once(param(unit, setting.weights, true)).chain(frozen)
+        let frozen = (setting.frozen && unit > 0).then(|| param(setting, unit, false));
+        std::iter::once(param(setting, unit, true)).chain(frozen)
     });
     let units: Vec<UnitSpec> = (0..UNITS)
         .map(|unit| UnitSpec { path: if unit == 0 { String::new() } else { unit.to_string() } })
@@ -144,16 +146,11 @@ impl<P: Place> Rank<P> {
             .collect::<Result<_, _>>()?;
         let compute = place.compute(setting.device);
         let streams = Streams { compute, gather: place.side("gather")?, reduce: place.side("reduce")? };
-        let reshard = |unit: usize| match setting.reshard {
+        let reshard = |unit: usize| match setting.reshard_of(unit) {
             _ if !setting.strategy.shards_params() || unit == ROOT => Reshard::Always,
-            Mode::Always => Reshard::Always,
             Mode::Never => Reshard::Never,
             Mode::Within => Reshard::Within(neighbours.clone()),
-            Mode::Mixed => match unit % 3 {
-                0 => Reshard::Always,
-                1 => Reshard::Within(neighbours.clone()),
-                _ => Reshard::Never,
-            },
+            Mode::Always | Mode::Mixed => Reshard::Always,
         };
         let gather_units = layout.units.iter().enumerate().map(|(index, unit)| GatherUnit {
             path: unit.path.as_str().into(),
@@ -193,6 +190,7 @@ impl<P: Place> Rank<P> {
                 main: Dtype::F32,
                 scale: 1.0,
                 depth: setting.depth,
+                budget: setting.reduce_budget,
                 double_buffer: setting.double_buffer,
                 poison: setting.poison,
                 outer: (setting.outer > 1).then(outer_reduction).transpose()?,
@@ -201,7 +199,20 @@ impl<P: Place> Rank<P> {
             &groups,
         );
         let versions = vec![0; groups.len()];
-        Ok(Rank { place, setting, rank, layout, groups, streams, gather, reduce, versions, step: 0, fuse })
+        Ok(Rank {
+            place,
+            setting,
+            rank,
+            layout,
+            account,
+            groups,
+            streams,
+            gather,
+            reduce,
+            versions,
+            step: 0,
+            fuse,
+        })
     }
 
     /// Registers what both pools have.
@@ -233,7 +244,58 @@ impl<P: Place> Rank<P> {
         for stream in [&self.streams.gather, &self.streams.reduce, &self.streams.compute] {
             stream.record().synchronize()?;
         }
+        self.check_memory();
         Ok(())
+    }
+
+    /// The pools have never held more than the plan says, where the host follows the compute stream.
+    fn check_memory(&self) {
+        let Setting { strategy, prefetch, budget, reduce_budget, .. } = self.setting;
+        if self.setting.device {
+            return;
+        }
+        let schedule = Schedule {
+            prefetch,
+            gather_budget: budget,
+            reduce_budget,
+            no_sync: self.reduce.has_held_back() || self.setting.microbatches.contains(&Sync::Nothing),
+            ..Schedule::DEFAULT
+        };
+        let precision = MixedPrecision { reduce: self.setting.wire, ..MixedPrecision::F32 };
+        let reshard = |unit: usize| {
+            Some(match self.setting.reshard_of(unit) {
+                Mode::Never => ReshardAfterForward::Never,
+                Mode::Within => ReshardAfterForward::Ranks(self.setting.inner.min(2)),
+                Mode::Always | Mode::Mixed => ReshardAfterForward::Always,
+            })
+        };
+        let plan = MemoryPlan::scheduled(&self.layout, strategy, &precision, &schedule, reshard);
+        // Units run inside others that the layout does not know to be around them.
+        let (mut gathered, mut unreduced) = (0, 0);
+        let depth = self.setting.forwards.iter().flat_map(|uses| uses.iter()).map(Use::depth).max();
+        let bytes = |trainable: bool, size: usize| {
+            let largest = |unit: &UnitLayout| -> usize {
+                let buckets = unit.buckets.iter().map(|&bucket| &self.layout.buckets[bucket]);
+                buckets
+                    .filter(|bucket| !trainable || bucket.key.requires_grad)
+                    .map(|bucket| bucket.size)
+                    .sum()
+            };
+            (size * self.layout.units[1..].iter().map(largest).max().unwrap_or(0)) as u64
+        };
+        if strategy.shards_params() {
+            gathered = depth.unwrap_or(0) as u64 * bytes(false, self.setting.weights.size());
+        }
+        if strategy.shards_grads() {
+            unreduced = depth.unwrap_or(0) as u64 * bytes(true, self.setting.wire.size());
+        }
+        for (category, most) in [
+            (Category::GatherPool, plan.gather_pool + gathered),
+            (Category::ReducePool, plan.reduce_pool + unreduced),
+        ] {
+            let peak = self.account.usage(category).peak as u64;
+            assert!(peak <= most, "{category:?}: {peak} bytes, more than {most}");
+        }
     }
 
     /// Forward and backward; false if they were cut short.
@@ -388,7 +450,8 @@ impl<P: Place> Rank<P> {
     }
 
     fn open(&mut self, unit: usize) -> Result<Vec<Target>, CommError> {
-        let targets = self.reduce.open(&self.groups, unit)?.into_iter();
+        let Rank { reduce, gather, groups, .. } = self;
+        let targets = reduce.open(groups, unit, |other| gather.is_in_use(other))?.into_iter();
         Ok(targets
             .map(|target| Target { group: target.group, bucket: target.bucket, fresh: target.fresh })
             .collect())

@@ -11,6 +11,13 @@ pub(super) struct Use {
     pub inner: &'static [Use],
 }
 
+impl Use {
+    /// Most uses around one.
+    pub(super) fn depth(&self) -> usize {
+        self.inner.iter().map(|inner| 1 + inner.depth()).max().unwrap_or(0)
+    }
+}
+
 const fn leaf(unit: usize) -> Use {
     Use { unit, inner: &[] }
 }
@@ -58,6 +65,9 @@ pub(super) struct Setting {
     pub depth: usize,
     pub prefetch: usize,
     pub budget: Option<usize>,
+    pub reduce_budget: Option<usize>,
+    /// No two units are alike.
+    pub unequal: bool,
     pub double_buffer: bool,
     pub poison: bool,
     pub reshard: Mode,
@@ -116,6 +126,8 @@ impl Setting {
             depth: 1 + choose(2),
             prefetch: choose(3),
             budget: (choose(4) == 0).then_some(100),
+            reduce_budget: (choose(4) == 0).then(|| 150 * choose(3)),
+            unequal: choose(2) == 0,
             double_buffer: choose(3) > 0,
             poison: choose(2) == 0,
             reshard: choose_of(&[Mode::Always, Mode::Never, Mode::Within, Mode::Mixed]),
@@ -137,6 +149,14 @@ impl Setting {
             settle: choose(4) == 0,
             updates: [choose_of(&updates), choose_of(&updates)],
             cut: (choose(6) == 0).then(|| choose(3)),
+        }
+    }
+
+    /// What a unit does, never [`Mode::Mixed`].
+    pub(super) fn reshard_of(&self, unit: usize) -> Mode {
+        match self.reshard {
+            Mode::Mixed => [Mode::Always, Mode::Within, Mode::Never][unit % 3],
+            mode => mode,
         }
     }
 
