@@ -14,10 +14,19 @@
 /// | `tp` | tensor-parallel ranks | 1 |
 /// | `precision` | dtypes, a [`MixedPrecision`](crate::MixedPrecision) | `MixedPrecision::F32` |
 /// | `optimizer_states` | f32 buffers that the optimizer keeps | 2, as AdamW does |
+/// | `outer_ranks` | replicas of the sharded model, the size of the mesh's `dp_outer` dim | 1 |
+/// | `outer` | what these share, an [`OuterStrategy`](crate::spec::OuterStrategy) | `NoShard` |
+/// | `alignment` | where shards may end, a [`ShardAlignment`](crate::layout::ShardAlignment); under `Row` the figure is an upper bound | `Element` |
+/// | `reshard` | what becomes of units' whole weights between forward and backward, a [`ReshardAfterForward`](crate::ReshardAfterForward) | `Always` |
+/// | `prefetch` | units gathered ahead | 1 |
+/// | `gather_budget` | most elements of units gathered at a time | `None` |
+/// | `reduce_budget` | most elements of units' gradients unreduced at a time | `None`: those of two units |
+/// | `no_sync` | some microbatches reduce nothing | `false` |
+/// | `registered` | the pools are registered with NCCL | `false` |
 ///
 /// Keys may be in any order. Counted are weights, main weights, main gradients, optimizer state and the pools
 /// of gathered weights and unreduced gradients, with all padding:
-/// [`StaticLayout::bytes_per_rank`](crate::layout::StaticLayout::bytes_per_rank). Activations are *not*
+/// [`StaticLayout::memory_with`](crate::layout::StaticLayout::memory_with). Activations are *not*
 /// counted, nor is what the program allocates itself: leave room for them in the budget.
 ///
 /// All shapes must be declared; see [`StaticLayout`](crate::layout::StaticLayout) for what that takes and for

@@ -46,7 +46,7 @@ fn options() -> impl Strategy<Value = LayoutOptions> {
 }
 
 fn units() -> Vec<UnitSpec> {
-    ["", "layers.0", "layers.1"].map(|path| UnitSpec { path: path.into() }).to_vec()
+    ["", "layers.0", "layers.1"].map(UnitSpec::new).to_vec()
 }
 
 proptest! {

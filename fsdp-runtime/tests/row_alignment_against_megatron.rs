@@ -20,7 +20,7 @@ fn shape(value: &Value) -> Vec<usize> {
 }
 
 fn build(params: Vec<ParamSpec>, units: usize, ranks: usize, bucket_size: Option<usize>) -> ModelLayout {
-    let units: Vec<UnitSpec> = (0..units).map(|unit| UnitSpec { path: format!("unit {unit}") }).collect();
+    let units: Vec<UnitSpec> = (0..units).map(|unit| UnitSpec::new(format!("unit {unit}"))).collect();
     let options = LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Row, bucket_size };
     ModelLayout::build(params, &units, &options).unwrap()
 }

@@ -31,7 +31,9 @@ fn assert_figures_agree<M: Model>(tp: &[usize]) {
                 let mesh = Topology::new(&[("dp_shard", ranks), ("tp", tp)], ranks * tp).unwrap();
                 let config = FsdpConfig { precision, ..Default::default() };
                 let built = model.layout(&mesh, &config).unwrap();
-                let fixed = StaticLayout::of::<M>(&StaticOptions { ranks, tp, precision });
+                let options = StaticOptions { ranks, tp, precision, ..StaticOptions::DEFAULT };
+                let fixed = StaticLayout::of::<M>(&options);
+                assert_alignment_and_outer_ranks_agree(&model, tp, &options);
                 let context =
                     format!("{}, {ranks} ranks, tp {tp}, {precision:?}", std::any::type_name::<M>());
                 assert_layouts_agree(&fixed, &built, &context);
@@ -45,6 +47,32 @@ fn assert_figures_agree<M: Model>(tp: &[usize]) {
                         "{context}, {strategy}"
                     );
                 }
+            }
+        }
+    }
+}
+
+/// The same where outer ranks share the optimizer state, and where rows are kept whole: there the type knows a bound.
+fn assert_alignment_and_outer_ranks_agree<M: FsdpUnit>(model: &M, tp: usize, options: &StaticOptions) {
+    let StaticOptions { ranks, precision, .. } = *options;
+    for (outer, alignment) in
+        [(2, ShardAlignment::Element), (1, ShardAlignment::Row), (3, ShardAlignment::Row)]
+    {
+        let dims = [("dp_outer", outer), ("dp_shard", ranks), ("tp", tp)];
+        let mesh = Topology::new(&dims, outer * ranks * tp).unwrap();
+        let config = FsdpConfig { precision, alignment, outer: OuterStrategy::Optim, ..Default::default() };
+        let built = model.layout(&mesh, &config).unwrap();
+        let fixed = StaticLayout::of::<M>(&StaticOptions { outer, alignment, ..*options });
+        for strategy in [Strategy::Optim, Strategy::OptimGradsParams] {
+            let plan = MemoryPlan::new(&built, strategy, &precision);
+            let known = fixed.memory(strategy);
+            let context = format!("{}, {ranks} x {outer}, {strategy}", std::any::type_name::<M>());
+            if alignment == ShardAlignment::Element {
+                assert_eq!(known, plan, "{context}");
+            } else {
+                assert!(plan.total(2) <= known.total(2), "{plan:?} {known:?} {context}");
+                assert!(plan.gather_pool <= known.gather_pool, "{plan:?} {known:?} {context}");
+                assert!(plan.optimizer_state <= known.optimizer_state, "{plan:?} {known:?} {context}");
             }
         }
     }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use fsdp::layout::{StaticLayout, StaticOptions};
+use fsdp::layout::{Schedule, StaticLayout, StaticOptions};
 use fsdp::prelude::*;
 
 use crate::{Model, assert_figures_agree};
@@ -180,6 +180,61 @@ fn units_that_differ_only_in_what_is_frozen_share_the_gather_pool() {
     };
     // One rank's shards are whole.
     assert_eq!((gather_pool(1), gather_pool(2)), (0, 2 * 2 * 64 * 4));
+}
+
+#[test]
+fn schedules_outer_ranks_and_whole_rows_cost_what_they_say() {
+    model! {
+        struct Narrow {
+            #[fsdp(shape = [64, 16])]
+            weight: Param = param(&[64, 16]),
+        }
+    }
+    model! {
+        struct Wide {
+            #[fsdp(shape = [64, 32])]
+            weight: Param = param(&[64, 32]),
+        }
+    }
+    model! {
+        struct Net {
+            root: Narrow = Narrow::new(),
+            narrow: [Unit<Narrow>; 6] = array(unit),
+            wide: Unit<Wide> = unit(),
+        }
+    }
+    const KIB: u64 = 1 << 10;
+    const OF_4: StaticOptions = StaticOptions { ranks: 4, ..StaticOptions::DEFAULT };
+    const LAYOUT: StaticLayout = StaticLayout::of::<Net>(&OF_4);
+    const DEFAULT: Schedule = Schedule::DEFAULT;
+    const fn pools(schedule: &Schedule) -> (u64, u64) {
+        let plan = LAYOUT.memory_with(Strategy::OptimGradsParams, schedule);
+        (plan.gather_pool / KIB, plan.reduce_pool / KIB)
+    }
+    // Root and narrow units of 4 KiB, six of these, and one of 8 KiB.
+    const _: () = assert!(matches!(pools(&DEFAULT), (16, 16)));
+    const _: () = assert!(matches!(pools(&Schedule { prefetch: 3, ..DEFAULT }), (24, 16)));
+    const _: () = assert!(matches!(pools(&Schedule { prefetch: 100, ..DEFAULT }), (36, 16)));
+    const _: () = assert!(matches!(pools(&Schedule { gather_budget: Some(0), ..DEFAULT }), (12, 16)));
+    const _: () = assert!(matches!(pools(&Schedule { reduce_budget: Some(1024), ..DEFAULT }), (16, 12)));
+    const _: () = assert!(matches!(pools(&Schedule { reduce_budget: Some(5120), ..DEFAULT }), (16, 24)));
+    const _: () = assert!(matches!(pools(&Schedule { no_sync: true, ..DEFAULT }), (16, 36)));
+    const _: () = assert!(matches!(pools(&Schedule { registered: true, ..DEFAULT }), (20, 20)));
+    const NEVER: Schedule = Schedule { reshard: ReshardAfterForward::Never, ..DEFAULT };
+    const _: () = assert!(matches!(pools(&NEVER), (36, 16)));
+    const PAIRS: Schedule = Schedule { reshard: ReshardAfterForward::Ranks(2), ..DEFAULT };
+    const _: () = assert!(matches!(pools(&PAIRS), (32, 16)));
+
+    // 9216 elements, over 4 ranks and 2 outer ones.
+    const SHARED: StaticLayout = StaticLayout::of::<Net>(&StaticOptions { outer: 2, ..OF_4 });
+    const _: () = assert!(SHARED.memory(Strategy::OptimGradsParams).optimizer_state == 4 * 9216 / 8);
+    const _: () = assert!(SHARED.memory(Strategy::OptimGradsParams).main_grads == 4 * 9216 / 4);
+    // 13 shards of whole rows: 5 rows each, where the wide unit's 64 rows need 65.
+    const ROWS: StaticOptions = StaticOptions { ranks: 13, alignment: ShardAlignment::Row, ..OF_4 };
+    const OF_ROWS: StaticLayout = StaticLayout::of::<Net>(&ROWS);
+    const _: () = assert!(OF_ROWS.kind(1).buckets[0].size == 65 * 32);
+    const _: () = assert!(OF_ROWS.memory(Strategy::OptimGradsParams).model_weights == 4 * 5 * (7 * 16 + 32));
+    assert_figures_agree::<Net>(&[1]);
 }
 
 #[test]

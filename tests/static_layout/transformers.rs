@@ -134,6 +134,20 @@ const _: () = assert!(GPT2_XL.padding() < 1600 * 49 * 12);
 const _: () = assert!(GPT2_XL.bytes_per_rank(Strategy::OptimGradsParams, 2) < 5 * GIB);
 const _: () = assert!(GPT2_XL.bytes_per_rank(Strategy::NoShard, 2) > 25 * GIB);
 fsdp::assert_fits!(Gpt2Xl, strategy = Strategy::OptimGradsParams, ranks = 8, budget = "80 GiB");
+// Rows of 1, 1600, 6400 and the root's: what keeps them whole costs little.
+const OF_8_ROWS: StaticLayout =
+    StaticLayout::of::<Gpt2Xl>(&StaticOptions { alignment: ShardAlignment::Row, ..OF_8 });
+const _: () = assert!(OF_8_ROWS.numel() + OF_8_ROWS.padding() < 1_557_611_200 / 1000 * 1003);
+fsdp::assert_fits!(
+    Gpt2Xl,
+    ranks = 8,
+    outer = OuterStrategy::Optim,
+    outer_ranks = 4,
+    alignment = ShardAlignment::Row,
+    reshard = ReshardAfterForward::Never,
+    prefetch = 2,
+    budget = "12 GiB",
+);
 fsdp::assert_fits!(
     Gpt2Xl,
     budget = "5 GiB",

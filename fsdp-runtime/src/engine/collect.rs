@@ -72,9 +72,10 @@ impl<'a> Visitor<'a> for Collector<'a> {
     }
 
     fn enter_unit(&mut self, path: &str, cell: &'a UnitCell) {
+        let unit = UnitSpec { enclosing: self.open.last().copied(), ..UnitSpec::new(path) };
         self.open.push(self.units.len());
         self.buffers_of_units.push(Vec::new());
-        self.units.push(UnitSpec { path: path.into() });
+        self.units.push(unit);
         self.cells.push(cell);
     }
 
@@ -167,7 +168,7 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
     mesh: &Topology,
 ) -> Result<Collected<'a>> {
     let mut collector = Collector {
-        units: vec![UnitSpec { path: String::new() }],
+        units: vec![UnitSpec::new("")],
         cells: Vec::new(),
         open: Vec::new(),
         found: Vec::new(),

@@ -322,7 +322,7 @@ mod tests {
             params.iter().enumerate().map(|(index, &n)| spec(unit, index, n)).collect::<Vec<_>>()
         };
         let params = units.iter().enumerate().flat_map(of_unit).collect();
-        let names: Vec<UnitSpec> = (0..units.len()).map(|unit| UnitSpec { path: unit.to_string() }).collect();
+        let names: Vec<UnitSpec> = (0..units.len()).map(|unit| UnitSpec::new(unit.to_string())).collect();
         let options =
             LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
         ModelLayout::build(params, &names, &options).unwrap()

@@ -360,23 +360,20 @@ fn pooled(
     let unit_bytes = |unit: usize| buckets(unit).map(|bucket| bytes(&bucket)).sum::<u64>();
     let mut classes: HashMap<Vec<(Dtype, usize)>, (u64, u64)> = HashMap::new();
     let mut own = unit_bytes(0);
-    // Units are in the order in which a walk enters them: those that enclose the present one, and their bytes together.
-    let (mut around, mut enclosing): (Vec<(usize, u64)>, u64) = (Vec::new(), 0);
+    // Bytes of the units that each is inside of, one inside the other, but the root and those with buffers of their own.
+    let mut around = vec![0; layout.units.len()];
     for unit in 1..layout.units.len() {
-        while around.last().is_some_and(|&(other, _)| !layout.encloses(other, unit)) {
-            around.pop();
+        if let Some(outer) = layout.units[unit].enclosing.filter(|&outer| outer > 0) {
+            around[unit] = around[outer] + if alone(outer) { 0 } else { unit_bytes(outer) };
         }
-        let outside = around.last().map_or(0, |&(_, bytes)| bytes);
-        enclosing = enclosing.max(outside);
         if alone(unit) {
             own += unit_bytes(unit);
-            around.push((unit, outside));
             continue;
         }
         let class = buckets(unit).map(|bucket| (bucket.dtype, bucket.size)).collect();
         classes.entry(class).or_insert((unit_bytes(unit), 0)).1 += 1;
-        around.push((unit, outside + unit_bytes(unit)));
     }
+    let enclosing = around.into_iter().max().unwrap_or(0);
     let mut classes: Vec<(u64, u64)> = classes.into_values().collect();
     bound(PooledUnits { alone: own, enclosing, classes: &mut classes })
 }
@@ -406,7 +403,7 @@ mod tests {
             params.push(spec(format!("{unit}.frozen"), 64, unit, false));
         }
         params.push(spec("4.w".into(), 512, 4, true));
-        let units: Vec<UnitSpec> = (0..5).map(|unit| UnitSpec { path: unit.to_string() }).collect();
+        let units: Vec<UnitSpec> = (0..5).map(|unit| UnitSpec::new(unit.to_string())).collect();
         let options =
             LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
         ModelLayout::build(params, &units, &options).unwrap()
@@ -488,16 +485,17 @@ mod tests {
 
     #[test]
     fn units_around_others_are_there_besides() {
-        let of = |paths: &[(&str, usize)]| {
-            let units: Vec<UnitSpec> = std::iter::once(("", 0))
-                .chain(paths.iter().copied())
-                .map(|(path, _)| UnitSpec { path: path.into() })
-                .collect();
-            let key = |unit| GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit };
-            let params = paths.iter().enumerate().map(|(index, &(path, n))| ParamSpec {
-                name: format!("{path}.w{index}"),
+        // Units by the one they are inside of, 0 for the root, and their elements.
+        let of = |units: &[(usize, usize)]| {
+            let specs = units.iter().enumerate().map(|(index, &(outer, _))| UnitSpec {
+                path: index.to_string(),
+                enclosing: (outer > 0).then_some(outer),
+            });
+            let specs: Vec<UnitSpec> = std::iter::once(UnitSpec::new("")).chain(specs).collect();
+            let params = units.iter().enumerate().map(|(index, &(_, n))| ParamSpec {
+                name: index.to_string(),
                 shape: vec![n],
-                key: key(index + 1),
+                key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit: index + 1 },
                 no_decay: false,
                 tp: None,
                 tp_parts: 1,
@@ -506,18 +504,18 @@ mod tests {
                 fused: Vec::new(),
             });
             let options =
-                LayoutOptions { ranks: 1, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
-            let layout = ModelLayout::build(params.collect(), &units, &options).unwrap();
-            MemoryPlan::new(&layout, Strategy::OptimGradsParams, &MixedPrecision::F32).gather_pool / 4
+                LayoutOptions { ranks: 2, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
+            let layout = ModelLayout::build(params.collect(), &specs, &options).unwrap();
+            let plan = MemoryPlan::new(&layout, Strategy::OptimGradsParams, &MixedPrecision::F32);
+            assert_eq!(plan.gather_pool, plan.reduce_pool);
+            plan.gather_pool / 4
         };
-        // Blocks of 32 around units of 640 and 320: a block, and the two largest.
-        let blocks = [("a", 32), ("a.x", 640), ("a.y", 320), ("b", 32), ("b.x", 640), ("b.y", 320)];
-        assert_eq!(of(&blocks), 32 + 2 * 640);
-        // Names that begin alike are not inside each other, and a unit may be nothing but a unit.
-        assert_eq!(of(&[("a", 16), ("ab", 32), ("ab2", 64)]), 32 + 64);
-        assert_eq!(of(&[("a", 16), ("a", 32), ("c", 64), ("d", 64)]), 16 + 2 * 64);
+        // Two blocks of 32 around units of 640 and 320: a block, and the two largest.
+        assert_eq!(of(&[(0, 32), (1, 640), (1, 320), (0, 32), (4, 640), (4, 320)]), 32 + 2 * 640);
+        // The same without blocks.
+        assert_eq!(of(&[(0, 32), (0, 640), (0, 320), (0, 32), (0, 640), (0, 320)]), 2 * 640);
         // Three deep; no more than there is.
-        assert_eq!(of(&[("a", 16), ("a.b", 32), ("a.b.c", 64)]), 16 + 32 + 64);
-        assert_eq!(of(&[("a", 16), ("a.b", 32), ("a.b.c", 64), ("z", 64), ("y", 64)]), 16 + 32 + 2 * 64);
+        assert_eq!(of(&[(0, 32), (1, 64), (2, 128)]), 32 + 64 + 128);
+        assert_eq!(of(&[(0, 32), (1, 64), (2, 128), (0, 128), (0, 128)]), 32 + 64 + 2 * 128);
     }
 }

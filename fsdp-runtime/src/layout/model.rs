@@ -11,6 +11,15 @@ use crate::spec::{Dtype, GroupKey, ParamSpec};
 pub struct UnitSpec {
     /// Path of the module; empty for the root.
     pub path: String,
+    /// The unit that this one is inside of, which comes before it; `None` for the root and what is directly in it.
+    pub enclosing: Option<usize>,
+}
+
+impl UnitSpec {
+    /// A unit that is inside of none but the root.
+    pub fn new(path: impl Into<String>) -> UnitSpec {
+        UnitSpec { path: path.into(), enclosing: None }
+    }
 }
 
 /// A unit and its buckets.
@@ -18,8 +27,16 @@ pub struct UnitSpec {
 pub struct UnitLayout {
     /// Path of the module; empty for the root.
     pub path: String,
+    /// The unit that this one is inside of; `None` for the root and what is directly in it.
+    pub enclosing: Option<usize>,
     /// Indices into [`ModelLayout::buckets`], ascending; may be empty.
     pub buckets: Vec<usize>,
+}
+
+impl UnitLayout {
+    fn empty(unit: &UnitSpec) -> UnitLayout {
+        UnitLayout { path: unit.path.clone(), enclosing: unit.enclosing, buckets: Vec::new() }
+    }
 }
 
 /// How to lay a model out.
@@ -69,7 +86,7 @@ impl ModelLayout {
         check(&params, units, options)?;
         let mut layout = ModelLayout {
             places: vec![(0, 0); params.len()],
-            units: units.iter().map(|u| UnitLayout { path: u.path.clone(), buckets: Vec::new() }).collect(),
+            units: units.iter().map(UnitLayout::empty).collect(),
             buckets: Vec::new(),
             params,
         };
@@ -147,18 +164,6 @@ impl ModelLayout {
             .iter()
             .map(|&bucket| (self.buckets[bucket].key.dtype, self.buckets[bucket].size))
             .collect()
-    }
-
-    /// Whether unit `inner`, which comes later, is inside unit `outer`, going by their paths: the two may be one place, a
-    /// unit that is nothing but a unit.
-    ///
-    /// # Panics
-    /// If there is no such unit.
-    pub fn encloses(&self, outer: usize, inner: usize) -> bool {
-        let (outer, inner) = (self.units[outer].path.as_str(), self.units[inner].path.as_str());
-        inner
-            .strip_prefix(outer)
-            .is_some_and(|rest| rest.is_empty() || rest.starts_with('.') || outer.is_empty())
     }
 
     /// Elements of all parameters.
@@ -293,9 +298,7 @@ mod tests {
     }
 
     fn units(n: usize) -> Vec<UnitSpec> {
-        (0..n)
-            .map(|u| UnitSpec { path: if u == 0 { String::new() } else { format!("layers.{u}") } })
-            .collect()
+        (0..n).map(|u| UnitSpec::new(if u == 0 { String::new() } else { format!("layers.{u}") })).collect()
     }
 
     fn options(ranks: usize) -> LayoutOptions {

@@ -20,10 +20,10 @@ pub(super) struct Placement {
 }
 
 /// A further bucket costs a collective; it must save this share of the group's elements.
-const SPLIT_SAVES: usize = 16;
+pub(super) const SPLIT_SAVES: usize = 16;
 
 /// How often a shard length that was too short is lengthened before the next common multiple is tried.
-const TRIES: usize = 64;
+pub(super) const TRIES: usize = 64;
 
 /// Most elements of a bucket. Main weights, gradients and optimizer state are 4 bytes an element whatever the
 /// weights are.
@@ -215,7 +215,7 @@ fn whole_rows_start(from: usize, item: Item, shard: usize) -> Option<usize> {
     None
 }
 
-fn lcm(a: usize, b: usize) -> Option<usize> {
+pub(super) const fn lcm(a: usize, b: usize) -> Option<usize> {
     let (mut x, mut y) = (a, b);
     while y != 0 {
         (x, y) = (y, x % y);

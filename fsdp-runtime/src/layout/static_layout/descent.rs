@@ -106,6 +106,17 @@ impl Leaf {
         message.fail()
     }
 
+    /// Elements of a row of that part, which has `numel` in all: a slice along dim 0, or one element.
+    pub(super) const fn row(&self, tp: usize, numel: usize) -> usize {
+        if numel == 0 || self.shape.len() < 2 {
+            return 1;
+        }
+        match self.cut() {
+            Some(0) => numel / (self.shape[0] / tp),
+            _ => numel / self.shape[0],
+        }
+    }
+
     /// Elements of the part that one of `tp` tensor-parallel ranks holds.
     #[track_caller]
     pub(super) const fn numel(&self, tp: usize, path: &Path<'_>) -> usize {

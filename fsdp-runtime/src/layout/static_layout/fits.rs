@@ -2,8 +2,8 @@
 
 use super::message::Message;
 use super::{StaticLayout, StaticOptions};
-use crate::layout::MemoryPlan;
-use crate::spec::{MixedPrecision, Strategy, Tree};
+use crate::layout::{MemoryPlan, Schedule, ShardAlignment};
+use crate::spec::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy, Tree};
 
 /// The keys of `fsdp::assert_fits!`.
 #[derive(Clone, Copy, Debug)]
@@ -20,10 +20,28 @@ pub struct FitOptions {
     pub tp: usize,
     /// f32 buffers that the optimizer keeps.
     pub optimizer_states: usize,
+    /// What the outer ranks share.
+    pub outer: OuterStrategy,
+    /// Outer ranks: the size of the mesh's `dp_outer` dim.
+    pub outer_ranks: usize,
+    /// Where shard boundaries may fall.
+    pub alignment: ShardAlignment,
+    /// What becomes of a unit's whole weights between forward and backward.
+    pub reshard: ReshardAfterForward,
+    /// Units gathered ahead.
+    pub prefetch: usize,
+    /// Most elements gathered at a time.
+    pub gather_budget: Option<usize>,
+    /// Most elements unreduced at a time.
+    pub reduce_budget: Option<usize>,
+    /// Some microbatches reduce nothing.
+    pub no_sync: bool,
+    /// The pools are registered.
+    pub registered: bool,
 }
 
 impl FitOptions {
-    /// ZeRO-3, one rank, FP32, no tensor parallelism, AdamW. There is no budget that fits all.
+    /// ZeRO-3, one rank, FP32, no tensor parallelism, AdamW, the default schedule. There is no budget that fits all.
     pub const DEFAULT: FitOptions = FitOptions {
         strategy: Strategy::OptimGradsParams,
         ranks: 1,
@@ -31,16 +49,59 @@ impl FitOptions {
         precision: MixedPrecision::F32,
         tp: 1,
         optimizer_states: 2,
+        outer: OuterStrategy::NoShard,
+        outer_ranks: 1,
+        alignment: ShardAlignment::Element,
+        reshard: Schedule::DEFAULT.reshard,
+        prefetch: Schedule::DEFAULT.prefetch,
+        gather_budget: Schedule::DEFAULT.gather_budget,
+        reduce_budget: Schedule::DEFAULT.reduce_budget,
+        no_sync: Schedule::DEFAULT.no_sync,
+        registered: Schedule::DEFAULT.registered,
     };
+
+    const fn layout(&self) -> StaticOptions {
+        let FitOptions { ranks, tp, precision, alignment, outer, outer_ranks, .. } = *self;
+        let outer = if let OuterStrategy::Optim = outer { outer_ranks } else { 1 };
+        StaticOptions { ranks, outer, alignment, tp, precision }
+    }
+
+    const fn schedule(&self) -> Schedule {
+        let FitOptions { prefetch, gather_budget, reduce_budget, reshard, no_sync, registered, .. } = *self;
+        Schedule { prefetch, gather_budget, reduce_budget, reshard, no_sync, registered }
+    }
+
+    /// Fails where `fully_shard` would.
+    #[track_caller]
+    const fn check(&self) {
+        if self.outer_ranks == 0 {
+            panic!("there is at least 1 outer rank, got 0");
+        }
+        let shares = matches!(self.outer, OuterStrategy::Optim) && self.outer_ranks > 1;
+        if shares && self.ranks > 1 && !self.strategy.shards_optim() {
+            let mut message = Message::new();
+            message
+                .text("the outer strategy `optim` cuts the optimizer state of a shard, but with strategy `");
+            message.text(self.strategy.name()).text("` the inner ranks have no shards").fail();
+        }
+        if let ReshardAfterForward::Ranks(group) = self.reshard
+            && (group == 0 || !self.ranks.is_multiple_of(group))
+        {
+            let mut message = Message::new();
+            message.text("units are to be resharded after forward to groups of ").number(group as u64);
+            message.text(" ranks, which do not divide ").number(self.ranks as u64).fail();
+        }
+    }
 }
 
 /// Fails if the model of this name and tree needs more than the budget.
 #[track_caller]
 pub(crate) const fn require_fit(tree: &Tree, name: &str, options: &FitOptions) {
-    let FitOptions { strategy, ranks, budget, precision, tp, optimizer_states } = *options;
+    let FitOptions { strategy, ranks, outer_ranks, budget, tp, optimizer_states, .. } = *options;
+    options.check();
     let room = parse_budget(budget);
-    let layout = StaticLayout::of_tree(tree, &StaticOptions { ranks, tp, precision });
-    let plan = layout.memory(strategy);
+    let layout = StaticLayout::of_tree(tree, &options.layout());
+    let plan = layout.memory_with(strategy, &options.schedule());
     let needed = plan.total(optimizer_states);
     if needed <= room {
         return;
@@ -51,7 +112,10 @@ pub(crate) const fn require_fit(tree: &Tree, name: &str, options: &FitOptions) {
     // Rounded up, so that it is seen to be more than the budget.
     tenths(&mut message, needed.saturating_mul(10).div_ceil(unit.1));
     message.text(" ").text(unit.0).text(" a rank with ").text(strategy.name()).text(" over ");
-    message.number(ranks as u64).text(if ranks == 1 { " rank" } else { " ranks" });
+    if outer_ranks > 1 {
+        message.number(outer_ranks as u64).text(" x ");
+    }
+    message.number(ranks as u64).text(if ranks == 1 && outer_ranks == 1 { " rank" } else { " ranks" });
     if tp > 1 {
         message.text(" of ").number(tp as u64).text(" tensor-parallel parts");
     }

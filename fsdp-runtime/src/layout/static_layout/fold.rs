@@ -5,8 +5,10 @@
 
 use super::descent::{Inherited, Leaf, Path, count, require_known, too_large};
 use super::message::Message;
+use super::rows::Rows;
 use super::ties::{Place, Ties};
-use super::{MAX_BUCKETS, MAX_UNIT_KINDS, StaticBucket, StaticLayout, StaticOptions};
+use super::{MAX_BUCKETS, MAX_UNIT_KINDS, StaticBucket, StaticLayout, StaticOptions, full};
+use crate::layout::ShardAlignment;
 use crate::layout::bucket::{element_alignment, element_start};
 use crate::layout::row::MAX_ELEMENTS;
 use crate::spec::{Dtype, Tree};
@@ -21,8 +23,9 @@ const MAX_ALONE: usize = 64;
 #[derive(Clone, Copy)]
 struct OpenBucket {
     bucket: StaticBucket,
-    /// Where its last parameter ends, in elements.
+    /// Where its last parameter ends, in elements, if they follow each other.
     end: usize,
+    rows: Rows,
     /// When it was opened: groups are in the order of their first parameters.
     opened: usize,
 }
@@ -35,10 +38,18 @@ struct OpenUnit {
 }
 
 impl OpenBucket {
-    const NONE: OpenBucket = OpenBucket { bucket: StaticBucket::NONE, end: 0, opened: 0 };
+    const NONE: OpenBucket = OpenBucket::new(StaticBucket::NONE, 0);
 
-    /// Elements with the padding for `ranks`; `None` if they are too many.
-    const fn size(&self, ranks: usize) -> Option<usize> {
+    const fn new(bucket: StaticBucket, opened: usize) -> OpenBucket {
+        OpenBucket { bucket, end: 0, rows: Rows::NONE, opened }
+    }
+
+    /// Elements with the padding; `None` if they are too many.
+    const fn size(&self, options: &StaticOptions) -> Option<usize> {
+        let Some(ranks) = options.ranks.checked_mul(options.outer) else { return None };
+        if let ShardAlignment::Row = options.alignment {
+            return self.rows.most(self.bucket.numel, ranks, element_alignment(self.bucket.dtype));
+        }
         let Some(multiple) = element_alignment(self.bucket.dtype).checked_mul(ranks) else { return None };
         match self.end.checked_next_multiple_of(multiple) {
             Some(size) if size <= MAX_ELEMENTS => Some(size),
@@ -103,6 +114,9 @@ pub(super) struct Fold {
 pub(super) const fn lay_out(tree: &Tree, options: &StaticOptions) -> StaticLayout {
     if options.ranks == 0 {
         panic!("a layout needs at least 1 rank, got 0");
+    }
+    if options.outer == 0 {
+        panic!("a layout needs at least 1 outer rank, got 0");
     }
     if options.tp == 0 {
         panic!("a layout needs at least 1 tensor-parallel rank, got 0");
@@ -199,7 +213,7 @@ impl Fold {
                 self.alone_len += 1;
                 self.opened += 1;
                 let bucket = &mut self.alone[self.alone_len - 1];
-                *bucket = OpenBucket { bucket: self.layout.new_bucket(leaf), end: 0, opened: self.opened };
+                *bucket = OpenBucket::new(self.layout.new_bucket(leaf), self.opened);
                 bucket
             }
             Place::Group => {
@@ -211,7 +225,7 @@ impl Fold {
                 if i == unit.len {
                     unit.len += 1;
                     self.opened += 1;
-                    unit.buckets[i] = OpenBucket { bucket: new, end: 0, opened: self.opened };
+                    unit.buckets[i] = OpenBucket::new(new, self.opened);
                 }
                 &mut unit.buckets[i]
             }
@@ -221,7 +235,8 @@ impl Fold {
         bucket.end = start + len;
         bucket.bucket.params += 1;
         bucket.bucket.numel += len;
-        if bucket.size(self.layout.options.ranks).is_none() {
+        bucket.rows.add(len, leaf.row(self.layout.options.tp, len));
+        if bucket.size(&self.layout.options).is_none() {
             too_large(leaf.shape, path);
         }
     }
@@ -234,6 +249,7 @@ impl Fold {
             let (before, after) = (&before.buckets[i], &mut unit.buckets[i]);
             let align = element_alignment(after.bucket.dtype);
             after.bucket.params = before.bucket.params + (after.bucket.params - before.bucket.params) * len;
+            after.rows.repeat(&before.rows, len);
             let added = after.bucket.numel - before.bucket.numel;
             if added > 0 {
                 // The first element begins at a multiple of the alignment, hence so do the others, and all have
@@ -248,12 +264,12 @@ impl Fold {
                     Some(end) => end,
                     None => usize::MAX,
                 };
-                if after.size(self.layout.options.ranks).is_none() {
+                after.bucket.numel = before.bucket.numel.saturating_add(added.saturating_mul(len));
+                if after.size(&self.layout.options).is_none() {
                     let mut message = Message::new();
                     message.text("the elements of `").path(path);
                     message.text("` make a bucket of more than 2^63 bytes").fail()
                 }
-                after.bucket.numel = before.bucket.numel + added * len;
             }
             i += 1;
         }
@@ -333,7 +349,7 @@ impl Fold {
 
     #[track_caller]
     const fn push(&mut self, bucket: &OpenBucket) {
-        let size = match bucket.size(self.layout.options.ranks) {
+        let size = match bucket.size(&self.layout.options) {
             Some(size) => size,
             None => panic!("each parameter was checked when it was added"),
         };
@@ -343,11 +359,4 @@ impl Fold {
         self.layout.buckets[self.layout.buckets_len] = StaticBucket { size, ..bucket.bucket };
         self.layout.buckets_len += 1;
     }
-}
-
-#[track_caller]
-const fn full(room: usize, what: &str) -> ! {
-    let mut message = Message::new();
-    message.text("the compile-time layout has room for ").number(room as u64).text(" ").text(what);
-    message.text(", and the model has more").fail()
 }

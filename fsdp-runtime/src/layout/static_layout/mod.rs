@@ -5,6 +5,7 @@ mod fits;
 mod fold;
 mod lookup;
 mod message;
+mod rows;
 mod ties;
 
 pub use fits::FitOptions;
@@ -12,7 +13,7 @@ pub(crate) use fits::require_fit;
 
 use self::descent::{Inherited, Leaf, Path};
 use super::memory::{BucketExtent, PooledUnits, Schedule, keeps_whole, needs_wire_buckets};
-use super::{MemoryPlan, PoolLimit};
+use super::{MemoryPlan, PoolLimit, ShardAlignment};
 use crate::spec::{Dtype, Field, MixedPrecision, ReshardAfterForward, Strategy, Tree};
 
 /// Most kinds of units.
@@ -26,6 +27,11 @@ const MAX_BUCKETS: usize = 256;
 pub struct StaticOptions {
     /// Ranks that share the shards: the size of the mesh's `dp_shard` dim.
     pub ranks: usize,
+    /// Outer ranks that share the optimizer state of a shard: the size of `dp_outer` with
+    /// [`OuterStrategy::Optim`](crate::spec::OuterStrategy::Optim), else 1.
+    pub outer: usize,
+    /// Where shard boundaries may fall.
+    pub alignment: ShardAlignment,
     /// Tensor-parallel ranks.
     pub tp: usize,
     /// Dtypes.
@@ -33,8 +39,14 @@ pub struct StaticOptions {
 }
 
 impl StaticOptions {
-    /// One rank, no tensor parallelism, all FP32.
-    pub const DEFAULT: StaticOptions = StaticOptions { ranks: 1, tp: 1, precision: MixedPrecision::F32 };
+    /// One rank, boundaries anywhere, no tensor parallelism, all FP32.
+    pub const DEFAULT: StaticOptions = StaticOptions {
+        ranks: 1,
+        outer: 1,
+        alignment: ShardAlignment::Element,
+        tp: 1,
+        precision: MixedPrecision::F32,
+    };
 }
 
 impl Default for StaticOptions {
@@ -45,9 +57,9 @@ impl Default for StaticOptions {
 
 /// The layout of a model, computed from its type alone: usable in constant expressions.
 ///
-/// Its figures are those of the run-time [`ModelLayout`](super::ModelLayout) under
-/// [`ShardAlignment::Element`](super::ShardAlignment::Element) and without a `bucket_size`, provided that the
-/// model is what its type says: a [`Param`](crate::Param) that was made with a dtype of its own, cloned into
+/// Its figures are those of the run-time [`ModelLayout`](super::ModelLayout) without a `bucket_size`, provided that the
+/// model is what its type says. Under [`ShardAlignment::Row`] sizes and padding are upper bounds: the run-time layout
+/// searches for the order that packs best, and may cut a group in several buckets. What the type does not tell: a [`Param`](crate::Param) that was made with a dtype of its own, cloned into
 /// two fields, or frozen by a call is not seen, and names are compared at run time only. Every parameter must
 /// have a declared shape (`#[fsdp(shape = [OUT, IN])]`), and containers a constant length; anything else ends
 /// the evaluation with a message that names the field.
@@ -118,6 +130,7 @@ pub struct StaticBucket {
     /// Elements of the buffer, padding included.
     pub size: usize,
     ranks: usize,
+    outer: usize,
 }
 
 impl StaticBucket {
@@ -129,6 +142,7 @@ impl StaticBucket {
         numel: 0,
         size: 0,
         ranks: 1,
+        outer: 1,
     };
 
     /// Elements that belong to no parameter.
@@ -152,7 +166,7 @@ impl StaticBucket {
             requires_grad: self.requires_grad,
             size: self.size,
             shard_len: self.shard_len(),
-            outer: 1,
+            outer: self.outer,
         }
     }
 
@@ -309,6 +323,7 @@ impl StaticLayout {
             expert: leaf.expert,
             requires_grad: leaf.requires_grad,
             ranks: self.options.ranks,
+            outer: self.options.outer,
             ..StaticBucket::NONE
         }
     }
@@ -498,4 +513,11 @@ pub(crate) const fn check_tp_field(field: &Field, ranks: usize) {
     {
         leaf.check_tp(ranks, &Path::ROOT.field(field.name));
     }
+}
+
+#[track_caller]
+const fn full(room: usize, what: &str) -> ! {
+    let mut message = message::Message::new();
+    message.text("the compile-time layout has room for ").number(room as u64).text(" ").text(what);
+    message.text(", and the model has more").fail()
 }

@@ -109,7 +109,7 @@ fn layout(setting: &Setting) -> ModelLayout {
         std::iter::once(param(setting, unit, true)).chain(frozen)
     });
     let units: Vec<UnitSpec> = (0..UNITS)
-        .map(|unit| UnitSpec { path: if unit == 0 { String::new() } else { unit.to_string() } })
+        .map(|unit| UnitSpec::new(if unit == 0 { String::new() } else { unit.to_string() }))
         .collect();
     let outer = if setting.outer_strategy == OuterStrategy::Optim { setting.outer } else { 1 };
     let options =
@@ -250,8 +250,9 @@ impl<P: Place> Rank<P> {
 
     /// The pools have never held more than the plan says, where the host follows the compute stream.
     fn check_memory(&self) {
-        let Setting { strategy, prefetch, budget, reduce_budget, .. } = self.setting;
-        if self.setting.device {
+        let Setting { strategy, prefetch, budget, reduce_budget, inner, .. } = self.setting;
+        // One rank's whole weights are its shard: the engine gathers none.
+        if self.setting.device || inner == 1 {
             return;
         }
         let schedule = Schedule {
@@ -265,7 +266,7 @@ impl<P: Place> Rank<P> {
         let reshard = |unit: usize| {
             Some(match self.setting.reshard_of(unit) {
                 Mode::Never => ReshardAfterForward::Never,
-                Mode::Within => ReshardAfterForward::Ranks(self.setting.inner.min(2)),
+                Mode::Within => ReshardAfterForward::Ranks(2),
                 Mode::Always | Mode::Mixed => ReshardAfterForward::Always,
             })
         };
