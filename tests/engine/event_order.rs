@@ -63,7 +63,7 @@ impl Forward<Way> for Layers {
 
 /// The issued events: `unshard L`, `forward L`, `recompute L`, `backward L`, `reduce L`, where `L` is a unit's name
 /// and nothing for the root. A computation stands where it ends, as what it causes is issued while it runs.
-fn events(mut spans: Vec<Span>) -> Vec<String> {
+pub(crate) fn events(mut spans: Vec<Span>) -> Vec<String> {
     spans.sort_by_key(|span| if span.lane == "compute" { span.end } else { span.issued });
     let word = |span: &Span| match (span.lane, span.name) {
         ("all-gather", _) => "unshard",
@@ -119,7 +119,7 @@ fn check_gradients(model: &Fsdp<Layers>, way: &Way) -> fsdp::Result<()> {
     Ok(())
 }
 
-fn lines(text: &str) -> Vec<String> {
+pub(crate) fn lines(text: &str) -> Vec<String> {
     text.split(',').map(|event| event.trim().to_string()).filter(|event| !event.is_empty()).collect()
 }
 

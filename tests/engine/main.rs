@@ -40,6 +40,7 @@ mod recomputed_nests;
 mod recovery;
 mod reference;
 mod resharding;
+mod root_buckets;
 mod scaling;
 mod shaken;
 mod sixteen_bit_training;

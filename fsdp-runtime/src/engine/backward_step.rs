@@ -103,7 +103,7 @@ impl Engine {
     /// its weights.
     pub(crate) fn step_reduced_unit(&self, state: &mut State) -> Result<(), CommError> {
         let Some(step) = &mut state.unit_step else { return Ok(()) };
-        if let Some(reduced) = state.reduce.take_reduced() {
+        for reduced in state.reduce.take_reduced() {
             self.streams.compute.wait(&reduced.event)?;
             step(self, &reduced)?;
         }

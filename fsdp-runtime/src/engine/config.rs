@@ -76,10 +76,13 @@ pub struct FsdpConfig {
     pub double_buffer: bool,
     /// Register the buffers of the root and of units that are alike with NCCL, which then needs no buffers of its own on
     /// the way where the links between the ranks allow for that. They are allocated at once, by NCCL, each in whole pages
-    /// of 2 MiB. Needs `double_buffer`, for addresses that are stable, and ranks that are joined by NCCL; without effect
+    /// of 2 MiB. So are the shards, where there are outer ranks, whose collectives work on them. Needs `double_buffer`, for addresses that are stable, and ranks that are joined by NCCL; without effect
     /// with strategies that have no pool.
     pub registration: Option<Registration>,
-    /// Elements after which a bucket of root parameters is closed; `None` for one bucket a group.
+    /// Elements after which a bucket of root parameters is closed; `None` for one bucket a group, all gathered and reduced
+    /// as one. With a size each bucket is gathered by itself and, where gradients are sharded, reduced as soon as its
+    /// gradients are complete, going by where they were in the backward before. That is known of gradients that ops write
+    /// into their [`GradSink`](super::GradSink), as those of `fsdp-models` do; those of candle's own ops come at the end.
     pub bucket_size: Option<usize>,
     /// Seed of the initial weights.
     pub seed: u64,

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::backward_step::UnitStep;
 use super::config::{FsdpConfig, NonFinite};
 use super::opened::DETACHED;
+use super::root_parts::RootParts;
 use super::sink::GradSink;
 use super::tokens::TokenCount;
 use super::turns::Turns;
@@ -119,6 +120,8 @@ pub(crate) struct State {
     pub losses: Vec<Tensor>,
     /// Steps units in the backward that is running, if it is to.
     pub unit_step: Option<UnitStep>,
+    /// The order in which parts of the root are reduced.
+    pub root_parts: RootParts,
     /// The backward that is running has come to a unit.
     pub reached: bool,
     /// A backward has ended since the last optimizer step.
@@ -217,6 +220,7 @@ impl Engine {
             non_finite: None,
             losses: Vec::new(),
             unit_step: None,
+            root_parts: RootParts::default(),
             reached: false,
             had_backward: false,
         };
@@ -478,6 +482,7 @@ impl Engine {
         };
         let begun = if root_held { Ok(()) } else { self.hold_root() };
         let begun = begun.and_then(|()| self.open_gradients(ROOT));
+        self.begin_root_parts();
         begun.inspect_err(|_| self.state.lock().training = TrainingState::Idle)
     }
 
@@ -500,6 +505,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         let moment = Moment { phase: Phase::Backward, step: state.step };
+        self.end_root_parts(state, moment)?;
         if state.sync == Sync::Step {
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }

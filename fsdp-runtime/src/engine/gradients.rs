@@ -5,12 +5,13 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
-use super::core::{Engine, ROOT};
+use super::core::{Engine, ROOT, State};
 use super::param::Param;
+use super::root_parts::END;
 use crate::comm::{CommError, Phase};
 use crate::device::{Fill, fill};
 use crate::error::Result;
-use crate::pipeline::Moment;
+use crate::pipeline::{GradTarget, Moment};
 
 impl Engine {
     /// A forward of `unit` has happened whose backward is to come. To be called while the unit is unsharded.
@@ -40,6 +41,12 @@ impl Engine {
             let state = &mut *state;
             state.reduce.open(&self.groups, unit, |other| state.gather.is_in_use(other))?
         };
+        self.open_sinks(unit, &targets);
+        Ok(())
+    }
+
+    /// Opens those of the unit's sinks that `targets` are for, unless they are.
+    pub(crate) fn open_sinks(&self, unit: usize, targets: &[GradTarget]) {
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];
             if let Some(target) = targets.iter().find(|target| target.group == slot.group)
@@ -49,7 +56,6 @@ impl Engine {
                 slot.sink.open(target.bucket.range(item.start..item.start + item.len), !target.fresh);
             }
         }
-        Ok(())
     }
 
     /// Moves what candle computed for the unit's parameters, and for `borrowed` ones of enclosing units, into
@@ -61,18 +67,31 @@ impl Engine {
         grads: &mut GradStore,
     ) -> candle_core::Result<()> {
         for &param in &self.units[unit].params {
-            let slot = &self.slots[param];
-            for variable in &slot.variables {
+            for variable in &self.slots[param].variables {
                 if let Some(grad) = grads.remove(variable) {
-                    slot.sink.accumulate_tensor(&grad)?;
+                    self.deliver(param, &grad)?;
                 }
             }
         }
         for bound in borrowed.iter().filter_map(Param::bound) {
             if let Some(grad) = grads.remove(&bound.variable) {
-                bound.sink.accumulate_tensor(&grad)?;
+                let is_it = |&&param: &&usize| {
+                    self.slots[param].variables.iter().any(|variable| variable.id() == bound.variable.id())
+                };
+                let param = self.units[bound.unit].params.iter().find(is_it);
+                self.deliver(*param.expect("a bound parameter is one of its unit's"), &grad)?;
             }
         }
+        Ok(())
+    }
+
+    /// Moves a gradient into its sink.
+    fn deliver(&self, param: usize, grad: &Tensor) -> candle_core::Result<()> {
+        let sink = &self.slots[param].sink;
+        if sink.is_open() {
+            return sink.accumulate_tensor(grad);
+        }
+        self.keep_late(param, grad);
         Ok(())
     }
 
@@ -81,16 +100,26 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         let alive = std::mem::take(&mut state.units[unit].alive) || unit == ROOT || state.step > 0;
+        if unit == ROOT && self.follows_root(state) {
+            self.look_at_root(state, END);
+        }
         for &param in &self.units[unit].params {
-            let closed = self.slots[param].sink.close();
-            state.received[param] |= closed.touched && alive;
-            if let Some(slice) = closed.unwritten {
-                fill(&*self.streams.compute, &slice, Fill::Zero)?;
-            }
+            self.close_sink(state, param, alive)?;
         }
         let moment = Moment { phase: Phase::Backward, step: state.step };
         self.step_reduced_unit(state)?;
-        state.reduce.reduce(&self.groups, unit, state.sync, moment)
+        state.reduce.reduce(&self.groups, unit, state.sync, moment)?;
+        if unit == ROOT { Ok(()) } else { self.reduce_root_parts(state, moment) }
+    }
+
+    /// Closes a parameter's sink; a unit that is not `alive` has got no gradient that counts.
+    pub(crate) fn close_sink(&self, state: &mut State, param: usize, alive: bool) -> Result<(), CommError> {
+        let closed = self.slots[param].sink.close();
+        state.received[param] |= closed.touched && alive;
+        match closed.unwritten {
+            Some(slice) => fill(&*self.streams.compute, &slice, Fill::Zero),
+            None => Ok(()),
+        }
     }
 
     /// In the first step, notes whether a gradient reaches `unit` at all: candle wants zeros where the graph was

@@ -29,6 +29,7 @@ mod owner_step;
 mod param;
 mod param_groups;
 mod report;
+mod root_parts;
 mod scope;
 mod settings;
 mod sharding;

@@ -115,9 +115,14 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         gather: backend.side(format!("rank{rank}/all-gather"))?,
         reduce: backend.side(format!("rank{rank}/reduce"))?,
     };
+    // What the outer ranks' collectives work on stays, and can be registered.
+    let persistent = match outer_comm.registrable() {
+        Some(memory) if config.registration.is_some() && outer_comm.size() > 1 => account.in_memory(memory),
+        _ => account.clone(),
+    };
     let allocate = |bucket: &BucketLayout| {
         let keep_grads = !config.step_in_backward;
-        GroupBuffers::allocate(&account, bucket.clone(), placement, &config.precision, keep_grads)
+        GroupBuffers::allocate(&persistent, bucket.clone(), placement, &config.precision, keep_grads)
     };
     let parts = Parts {
         id,
@@ -142,8 +147,8 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     };
     let (mut gather, mut reduce) = (gather_pipeline(&parts)?, reduce_pipeline(&parts)?);
     if let Some(how) = config.registration {
-        gather.register_pool(how)?;
-        reduce.register_pool(how)?;
+        gather.register_pool(&parts.groups, how)?;
+        reduce.register_pool(&parts.groups, how)?;
     }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
@@ -263,6 +268,7 @@ fn gather_pipeline(parts: &Parts) -> Result<AllGatherPipeline> {
             depth: POOLED_UNITS,
             double_buffer: config.double_buffer,
             poison: config.poison,
+            split_root: config.bucket_size.is_some(),
             outer: shares_optim(parts).then(|| parts.outer_comm.duplicate("gather")),
         },
         gather_units(parts)?,
@@ -303,6 +309,7 @@ fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
             budget: config.reduce_budget,
             double_buffer: config.double_buffer,
             poison: config.poison,
+            split_root: config.bucket_size.is_some(),
             outer: outer_reduction(parts)?,
         },
         paths_and_groups(parts),

@@ -18,11 +18,16 @@ struct Open {
     slice: Slice,
     /// Holds a gradient that the next one is added to.
     written: bool,
-    /// A gradient came since it was opened.
-    touched: bool,
+    /// Gradients that came since it was opened.
+    writes: u64,
 }
 
 impl Open {
+    fn note_write(&mut self) {
+        self.written = true;
+        self.writes += 1;
+    }
+
     fn is_host_f32(&self) -> bool {
         self.slice.dtype() == Dtype::F32 && self.slice.block().is_host()
     }
@@ -133,7 +138,7 @@ impl GradSink {
         // thread) until it closes the sink, before the bucket is handed to the reduce stream. Other threads wait for the
         // lock, and for this one the cell is borrowed: neither writes a second time nor closes the sink meanwhile.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
-        (open.written, open.touched) = (true, true);
+        open.note_write();
         Ok(true)
     }
 
@@ -151,7 +156,7 @@ impl GradSink {
         let Some(open) = open.as_mut() else { return Ok(false) };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
         write(&open.slice, mode)?;
-        (open.written, open.touched) = (true, true);
+        open.note_write();
         Ok(true)
     }
 
@@ -183,7 +188,7 @@ impl GradSink {
                 unsafe {
                     cuda::accumulate(storage, layout.start_offset(), &open.slice, open.written)?;
                 }
-                (open.written, open.touched) = (true, true);
+                open.note_write();
                 return Ok(());
             }
             _ => candle_core::bail!("a gradient on another device than its parameter"),
@@ -203,8 +208,14 @@ impl GradSink {
                 store(unsafe { open.slice.as_mut_slice() }, values, add, f16::to_f32, f16::from_f32)
             }
         }
-        (open.written, open.touched) = (true, true);
+        open.note_write();
         Ok(())
+    }
+
+    /// Gradients that came since it was opened; 0 if it is closed.
+    pub(crate) fn writes(&self) -> u64 {
+        let guard = self.0.lock();
+        borrow(&guard).and_then(|open| open.as_ref().map(|open| open.writes)).unwrap_or(0)
     }
 
     /// True while a backward may write into it.
@@ -215,7 +226,7 @@ impl GradSink {
 
     /// A gradient came since it was opened.
     pub(crate) fn is_touched(&self) -> bool {
-        self.0.lock().borrow().as_ref().is_some_and(|open| open.touched)
+        self.0.lock().borrow().as_ref().is_some_and(|open| open.writes > 0)
     }
 
     /// Directs gradients into `slice`; `written` says that it holds a gradient already.
@@ -223,7 +234,7 @@ impl GradSink {
     /// # Panics
     /// If it is called by an op that writes into the sink.
     pub(crate) fn open(&self, slice: Slice, written: bool) {
-        *self.0.lock().borrow_mut() = Some(Open { slice, written, touched: false });
+        *self.0.lock().borrow_mut() = Some(Open { slice, written, writes: 0 });
     }
 
     /// Stops taking gradients. A slice that holds none is returned, to be zeroed.
@@ -232,7 +243,9 @@ impl GradSink {
     /// If it is called by an op that writes into the sink.
     pub(crate) fn close(&self) -> Closed {
         match self.0.lock().take() {
-            Some(open) => Closed { touched: open.touched, unwritten: (!open.written).then_some(open.slice) },
+            Some(open) => {
+                Closed { touched: open.writes > 0, unwritten: (!open.written).then_some(open.slice) }
+            }
             None => Closed { touched: false, unwritten: None },
         }
     }

@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use super::registration::{register, settle};
+use super::registration::{register, register_outer, settle};
 use super::{Moment, Order, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Gather, Registration};
@@ -33,6 +33,8 @@ pub(crate) struct GatherOptions {
     /// Keep released weights, and their memory, until the room is needed.
     pub double_buffer: bool,
     pub poison: bool,
+    /// The root's buckets are gathered one by one, not as one.
+    pub split_root: bool,
     /// Outer ranks that update parts of the shards: after an optimizer step each gathers those of the others,
     /// just ahead of the unit's gather.
     pub outer: Option<Arc<dyn Communicator>>,
@@ -207,12 +209,20 @@ impl AllGatherPipeline {
     }
 
     /// Has the buffers of the root and of units that are alike in memory that stays, registered with the communicators that
-    /// gather into them. To be called on all ranks before the first gather.
+    /// gather into them, and the shards with that of the outer ranks, if these gather parts of them. To be called on all ranks before the first gather.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if the buffers come and go or the communicator registers nothing; those of
     /// [`Communicator::register`].
-    pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
+    pub(crate) fn register_pool(
+        &mut self,
+        groups: &[GroupBuffers],
+        how: Registration,
+    ) -> Result<(), CommError> {
+        if let Some(outer) = &self.options.outer {
+            let trainable = groups.iter().filter(|group| group.layout.key.requires_grad);
+            register_outer(&**outer, how, trainable.map(|group| group.model_weight.data()))?;
+        }
         settle(&mut self.pool, &*self.comm)?;
         register(&self.pool, &*self.comm, how, |_| true)?;
         let mut known: Vec<&Arc<dyn Communicator>> = Vec::new();
@@ -472,9 +482,10 @@ impl AllGatherPipeline {
         let (gather, path) = (&self.streams.gather, &weights.path);
         // The shards were last written on the compute stream, or by the outer ranks on this one.
         gather.wait(&self.streams.compute.record())?;
-        if !parts.is_empty() {
+        let at_once = if unit == 0 && self.options.split_root { 1 } else { parts.len().max(1) };
+        for parts in parts.chunks(at_once) {
             self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
-                self.comm.all_gather(&**gather, moment.tag(path), parts)
+                self.comm.all_gather(&**gather, moment.tag(path), parts.to_vec())
             })?;
         }
         let event = gather.record();

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::registration::{register, settle};
+use super::registration::{register, register_outer, settle};
 use super::{Moment, Streams};
 use crate::buffer::GroupBuffers;
 use crate::comm::{Accumulate, CommError, Communicator, Gather, Reduce, Registration};
@@ -46,6 +46,8 @@ pub(crate) struct ReduceOptions {
     pub budget: Option<usize>,
     pub double_buffer: bool,
     pub poison: bool,
+    /// The root's buckets are parts that are reduced one by one, not as one.
+    pub split_root: bool,
     /// `None` where there is one outer rank.
     pub outer: Option<Outer>,
 }
@@ -111,10 +113,13 @@ pub(crate) struct GradReducePipeline {
     options: ReduceOptions,
     account: Account,
     pool: Pool,
+    /// The units, and after them the parts of the root but the first, which stands for the root.
     units: Vec<UnitGrads>,
+    /// Number of units.
+    len: usize,
     /// In the order of their launches.
     queue: VecDeque<Reducing>,
-    reduced: Option<ReducedUnit>,
+    reduced: Vec<ReducedUnit>,
     /// The last reduction among the inner ranks.
     last: Option<Arc<dyn Event>>,
     /// The last one among the outer ranks.
@@ -133,21 +138,25 @@ impl GradReducePipeline {
         units: Vec<(Arc<str>, Vec<usize>)>,
         groups: &[GroupBuffers],
     ) -> Self {
+        let len = units.len();
+        let mut units = units;
+        units.iter_mut().for_each(|(_, of)| of.retain(|&group| groups[group].layout.key.requires_grad));
+        if options.split_root && units[0].1.len() > 1 {
+            let (path, further) = (units[0].0.clone(), units[0].1.split_off(1));
+            units.extend(further.into_iter().map(|group| (path.clone(), vec![group])));
+        }
         let units: Vec<UnitGrads> = units
             .into_iter()
-            .map(|(path, mut buckets)| {
-                buckets.retain(|&group| groups[group].layout.key.requires_grad);
-                UnitGrads {
-                    path,
-                    numel: buckets.iter().map(|&group| groups[group].layout.size).sum(),
-                    groups: buckets,
-                    open: None,
-                    in_use: false,
-                    encloses: false,
-                    accumulated: false,
-                    synced: false,
-                    outer_synced: false,
-                }
+            .map(|(path, buckets)| UnitGrads {
+                path,
+                numel: buckets.iter().map(|&group| groups[group].layout.size).sum(),
+                groups: buckets,
+                open: None,
+                in_use: false,
+                encloses: false,
+                accumulated: false,
+                synced: false,
+                outer_synced: false,
             })
             .collect();
         let needs_buckets = options.strategy.shards_grads() || options.wire != options.main;
@@ -159,7 +168,7 @@ impl GradReducePipeline {
             account.clone(),
             Category::ReducePool,
             shapes.collect(),
-            |unit| unit == 0,
+            |unit| unit == 0 || unit >= len,
             PoolLimit::unreduced(options.depth, options.budget, options.wire),
             options.double_buffer,
         );
@@ -171,20 +180,29 @@ impl GradReducePipeline {
             account: account.clone(),
             pool,
             units,
+            len,
             queue: VecDeque::new(),
-            reduced: None,
+            reduced: Vec::new(),
             last: None,
             last_outer: None,
             held_back: false,
         }
     }
 
-    /// Has the buckets of the pool in memory that stays, registered with the communicator that reduces them. To be called
-    /// on all ranks before the first reduction.
+    /// Has the buckets of the pool in memory that stays, registered with the communicator that reduces them, and the main
+    /// gradients with that of the outer ranks, if there are any. To be called on all ranks before the first reduction.
     ///
     /// # Errors
     /// As for [`AllGatherPipeline::register_pool`](super::AllGatherPipeline::register_pool).
-    pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
+    pub(crate) fn register_pool(
+        &mut self,
+        groups: &[GroupBuffers],
+        how: Registration,
+    ) -> Result<(), CommError> {
+        if let Some(outer) = &self.options.outer {
+            let grads = groups.iter().filter_map(|group| group.main_grad.as_ref());
+            register_outer(&*outer.comm, how, grads.map(|grads| grads.data()))?;
+        }
         settle(&mut self.pool, &*self.comm)?;
         register(&self.pool, &*self.comm, how, |_| true)
     }
@@ -197,9 +215,33 @@ impl GradReducePipeline {
         unit: usize,
         is_around: impl Fn(usize) -> bool,
     ) -> Result<Vec<GradTarget>, CommError> {
-        for (other, state) in self.units.iter_mut().enumerate() {
+        for (other, state) in self.units[..self.len].iter_mut().enumerate() {
             state.encloses = other != unit && is_around(other);
         }
+        let mut targets = Vec::new();
+        for part in self.parts(unit) {
+            targets.extend(self.open_part(groups, part)?);
+        }
+        Ok(targets)
+    }
+
+    /// The parts of a unit, which are reduced one by one: for the root with several buckets more than the unit itself.
+    pub(crate) fn parts(&self, unit: usize) -> Vec<usize> {
+        let further = if unit == 0 { self.len..self.units.len() } else { 0..0 };
+        std::iter::once(unit).chain(further).collect()
+    }
+
+    /// Trainable groups of a part.
+    pub(crate) fn groups_of(&self, part: usize) -> &[usize] {
+        &self.units[part].groups
+    }
+
+    /// [`Self::open`] of one part.
+    pub(crate) fn open_part(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+    ) -> Result<Vec<GradTarget>, CommError> {
         self.units[unit].in_use = true;
         if let Some((_, targets)) = &self.units[unit].open {
             return Ok(targets.clone());
@@ -232,6 +274,17 @@ impl GradReducePipeline {
     /// The unit's gradients are complete for this microbatch: every element of its targets is written.
     /// Reduces them, or keeps them for a later microbatch.
     pub(crate) fn reduce(
+        &mut self,
+        groups: &[GroupBuffers],
+        unit: usize,
+        sync: Sync,
+        moment: Moment,
+    ) -> Result<(), CommError> {
+        self.parts(unit).into_iter().try_for_each(|part| self.reduce_part(groups, part, sync, moment))
+    }
+
+    /// [`Self::reduce`] of one part.
+    pub(crate) fn reduce_part(
         &mut self,
         groups: &[GroupBuffers],
         unit: usize,
@@ -277,7 +330,9 @@ impl GradReducePipeline {
             }
             self.launch_reduce_scatter(unit, parts, moment)?;
             let event = self.give_back(unit, lease);
-            self.reduced = (!passing.is_empty()).then_some(ReducedUnit { grads: passing, event });
+            if !passing.is_empty() {
+                self.reduced.push(ReducedUnit { grads: passing, event });
+            }
         } else if sync == Sync::Step {
             self.reduce_whole(groups, unit, moment)?;
         }
@@ -292,7 +347,7 @@ impl GradReducePipeline {
         moment: Moment,
     ) -> Result<(), CommError> {
         for unit in 0..self.units.len() {
-            self.reduce(groups, unit, Sync::Step, moment)?;
+            self.reduce_part(groups, unit, Sync::Step, moment)?;
             let UnitGrads { accumulated, synced, outer_synced, .. } = self.units[unit];
             if accumulated && !synced && !self.options.strategy.shards_grads() {
                 self.reduce_whole(groups, unit, moment)?;
@@ -307,22 +362,22 @@ impl GradReducePipeline {
     /// The gradients of this step were reduced in place, so nothing more can be added: with ZeRO-0 and 1, and
     /// where there are outer ranks.
     pub(crate) fn is_synced(&self) -> bool {
-        (0..self.units.len()).any(|unit| self.is_reduced(unit))
+        (0..self.len).any(|unit| self.is_reduced(unit))
     }
 
     /// The same of one unit.
     pub(crate) fn is_reduced(&self, unit: usize) -> bool {
-        self.units[unit].synced || self.units[unit].outer_synced
+        self.parts(unit).iter().any(|&part| self.units[part].synced || self.units[part].outer_synced)
     }
 
     /// The main gradients of the unit hold a contribution of this step.
     pub(crate) fn has_gradient(&self, unit: usize) -> bool {
-        self.units[unit].accumulated
+        self.parts(unit).iter().any(|&part| self.units[part].accumulated)
     }
 
     /// Units whose targets are written to in this backward.
     pub(crate) fn units_in_use(&self) -> Vec<usize> {
-        (0..self.units.len()).filter(|&unit| self.units[unit].in_use).collect()
+        (0..self.len).filter(|&unit| self.units[unit].in_use).collect()
     }
 
     /// The stream of the outer ranks' reductions, if there are any.
@@ -331,9 +386,9 @@ impl GradReducePipeline {
         self.options.outer.as_ref().map(|outer| outer.stream.clone())
     }
 
-    /// What was reduced last, where the model keeps no main gradients, unless it was taken already.
-    pub(crate) fn take_reduced(&mut self) -> Option<ReducedUnit> {
-        self.reduced.take()
+    /// What was reduced, where the model keeps no main gradients, and not taken yet.
+    pub(crate) fn take_reduced(&mut self) -> Vec<ReducedUnit> {
+        std::mem::take(&mut self.reduced)
     }
 
     fn reduced_twice(&self, unit: usize) -> CommError {
@@ -362,7 +417,7 @@ impl GradReducePipeline {
 
     /// Gives up targets that an error left open.
     pub(crate) fn abandon(&mut self) {
-        self.reduced = None;
+        self.reduced.clear();
         for unit in 0..self.units.len() {
             self.units[unit].in_use = false;
             if let Some((Some(lease), _)) = self.units[unit].open.take() {

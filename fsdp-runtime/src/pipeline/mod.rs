@@ -9,7 +9,7 @@ mod registration;
 use std::sync::Arc;
 
 pub(crate) use all_gather::{AllGatherPipeline, Change, GatherOptions, GatherUnit, Pass, Prefetch, Reshard};
-pub(crate) use grad_reduce::{GradReducePipeline, Outer, ReduceOptions, ReducedUnit, Sync};
+pub(crate) use grad_reduce::{GradReducePipeline, GradTarget, Outer, ReduceOptions, ReducedUnit, Sync};
 use order::Order;
 
 use crate::comm::{Phase, Tag};

@@ -1,6 +1,7 @@
 //! Memory of pools that communicators register.
 
 use crate::comm::{CommError, Communicator, Registration};
+use crate::device::Slice;
 use crate::memory::Pool;
 
 /// Moves the slots of a pool to memory that `comm` can register. Nothing is done where there are none.
@@ -36,4 +37,17 @@ pub(super) fn register(
 ) -> Result<(), CommError> {
     let buffers = pool.buffers_of(units);
     if buffers.is_empty() { Ok(()) } else { comm.register(&buffers, how) }
+}
+
+/// Registers memory that stays with the communicator of the outer ranks, all of which must call it.
+///
+/// # Errors
+/// [`CommError::Invalid`] if the memory is not of those that `comm` registers; those of [`Communicator::register`].
+pub(super) fn register_outer<'a>(
+    comm: &dyn Communicator,
+    how: Registration,
+    slices: impl Iterator<Item = &'a Slice>,
+) -> Result<(), CommError> {
+    let slices: Vec<Slice> = slices.cloned().collect();
+    if slices.is_empty() { Ok(()) } else { comm.register(&slices, how) }
 }

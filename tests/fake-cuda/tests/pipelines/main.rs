@@ -79,6 +79,7 @@ fn plain(ranks: usize) -> Setting {
         prefetch: 1,
         budget: None,
         reduce_budget: None,
+        split_root: false,
         unequal: false,
         double_buffer: true,
         reshard: Mode::Mixed,

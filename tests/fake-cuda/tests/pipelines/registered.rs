@@ -4,7 +4,7 @@ use fake_cuda::{Schedule, Session};
 
 use crate::comm::Registration;
 use crate::setting::Setting;
-use crate::spec::Strategy;
+use crate::spec::{OuterStrategy, Strategy};
 use crate::{Joined, Run, factor, place, plain, schedules, setting};
 
 const HOW: [Registration; 2] = [Registration::Buffer, Registration::Window];
@@ -45,6 +45,32 @@ fn every_collective_of_a_pool_has_registered_memory() {
                 assert!(of_pools.len() >= 4 * 2 * 4, "{of_pools:?}");
                 let registered = format!("{name} of registered memory");
                 assert!(of_pools.iter().all(|call| **call == registered), "{of_pools:?}");
+            }
+        }
+    }
+}
+
+/// Each outer rank alone has its shards whole, so that every collective is of outer ranks: those that gather the weights
+/// inner ranks', which work on the pools.
+#[test]
+fn every_collective_of_outer_ranks_has_registered_memory() {
+    for (outer_strategy, names) in [
+        (OuterStrategy::NoShard, &["ncclAllReduce"][..]),
+        (OuterStrategy::Optim, &["ncclAllGather", "ncclReduceScatter"]),
+    ] {
+        for how in HOW {
+            let session = Session::new(Schedule::Latest);
+            place::register(&session);
+            session.start_log();
+            let setting = Setting { outer: 2, outer_strategy, ..plain(2) };
+            Run { registration: Some(how), ..Run::new(setting, Joined::Nccl) }.train().unwrap();
+            assert_eq!(place::take_wrong(), None);
+            let calls: Vec<String> =
+                session.operations().into_iter().map(|operation| operation.call).collect();
+            for name in names {
+                let outer: Vec<_> = calls.iter().filter(|call| call.contains(name)).collect();
+                let registered = format!("{name} of registered memory");
+                assert!(!outer.is_empty() && outer.iter().all(|call| **call == registered), "{outer:?}");
             }
         }
     }

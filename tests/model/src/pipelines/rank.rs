@@ -111,9 +111,12 @@ fn layout(setting: &Setting) -> ModelLayout {
     let units: Vec<UnitSpec> = (0..UNITS)
         .map(|unit| UnitSpec::new(if unit == 0 { String::new() } else { unit.to_string() }))
         .collect();
+    let further = ParamSpec { name: "further".to_owned(), ..param(setting, ROOT, true) };
+    let params = params.chain(setting.split_root.then_some(further));
+    let bucket_size = setting.split_root.then_some(1);
     let outer = if setting.outer_strategy == OuterStrategy::Optim { setting.outer } else { 1 };
     let options =
-        LayoutOptions { ranks: setting.inner, outer, alignment: ShardAlignment::Element, bucket_size: None };
+        LayoutOptions { ranks: setting.inner, outer, alignment: ShardAlignment::Element, bucket_size };
     ModelLayout::build(params.collect(), &units, &options).expect("a valid model")
 }
 
@@ -137,11 +140,16 @@ impl<P: Place> Rank<P> {
         let layout = layout(&setting);
         let account = place.account();
         let placement = Placement { strategy: setting.strategy, rank: inner_rank, outer_rank };
+        // So that it can be registered, if the ranks are joined by NCCL.
+        let persistent = match outer.registrable() {
+            Some(memory) if setting.outer > 1 => account.in_memory(memory),
+            _ => account.clone(),
+        };
         let groups: Vec<GroupBuffers> = layout
             .buckets
             .iter()
             .map(|bucket| {
-                GroupBuffers::allocate(&account, bucket.clone(), placement, &MixedPrecision::F32, true)
+                GroupBuffers::allocate(&persistent, bucket.clone(), placement, &MixedPrecision::F32, true)
             })
             .collect::<Result<_, _>>()?;
         let compute = place.compute(setting.device);
@@ -169,6 +177,7 @@ impl<P: Place> Rank<P> {
                 depth: setting.depth,
                 double_buffer: setting.double_buffer,
                 poison: setting.poison,
+                split_root: setting.split_root,
                 outer: (setting.outer_strategy == OuterStrategy::Optim).then(|| outer.duplicate("gather")),
             },
             gather_units.collect(),
@@ -193,6 +202,7 @@ impl<P: Place> Rank<P> {
                 budget: setting.reduce_budget,
                 double_buffer: setting.double_buffer,
                 poison: setting.poison,
+                split_root: setting.split_root,
                 outer: (setting.outer > 1).then(outer_reduction).transpose()?,
             },
             reduce_units.collect(),
@@ -217,8 +227,8 @@ impl<P: Place> Rank<P> {
 
     /// Registers what both pools have.
     pub(super) fn register(&mut self, how: Registration) -> Result<(), CommError> {
-        self.gather.register_pool(how)?;
-        self.reduce.register_pool(how)
+        self.gather.register_pool(&self.groups, how)?;
+        self.reduce.register_pool(&self.groups, how)
     }
 
     /// Two steps, and what follows them.
@@ -329,6 +339,13 @@ impl<P: Place> Rank<P> {
                 return Ok(false);
             }
             self.backward(at, microbatch, sync, &mut pending, &mut written)?;
+            if index == 0 && self.setting.strategy.shards_grads() && sync != Sync::Nothing {
+                // What is complete of the root, as the outer ranks' reduction comes at the end.
+                let moment = self.moment(Phase::Backward);
+                for part in self.reduce.parts(ROOT).into_iter().skip(1) {
+                    self.reduce.reduce_part(&self.groups, part, Sync::Microbatch, moment)?;
+                }
+            }
         }
         self.check_weights(ROOT, &whole_root)?;
         self.reduce.reduce(&self.groups, ROOT, sync, self.moment(Phase::Backward))?;

@@ -66,6 +66,8 @@ pub(super) struct Setting {
     pub prefetch: usize,
     pub budget: Option<usize>,
     pub reduce_budget: Option<usize>,
+    /// The root has two buckets, of which the second is reduced as soon as it is complete.
+    pub split_root: bool,
     /// No two units are alike.
     pub unequal: bool,
     pub double_buffer: bool,
@@ -127,6 +129,7 @@ impl Setting {
             prefetch: choose(3),
             budget: (choose(4) == 0).then_some(100),
             reduce_budget: (choose(4) == 0).then(|| 150 * choose(3)),
+            split_root: choose(3) == 0,
             unequal: choose(2) == 0,
             double_buffer: choose(3) > 0,
             poison: choose(2) == 0,
