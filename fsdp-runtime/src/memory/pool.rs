@@ -175,6 +175,7 @@ impl Pool {
     }
 
     /// Takes the buffers back, which are written again or freed from now on: whoever calls sees to the order of streams.
+    /// What was there beyond the bound is freed.
     pub(crate) fn release(&mut self, lease: Lease) {
         let class = &mut self.classes[lease.class];
         self.clock += 1;
@@ -182,6 +183,7 @@ impl Pool {
             class.idle.push_front((self.clock, lease));
         } else if self.keep {
             class.idle.push_back((self.clock, lease));
+            while self.allocated > self.room && self.free_oldest() {}
         } else if class.alone.is_none() {
             self.allocated -= class.bytes();
         }
@@ -272,6 +274,7 @@ mod tests {
         let held: Vec<Lease> = (1..4).map(|unit| take(&mut pool, unit)).collect();
         assert_eq!(bytes(&account).0, 3 * 256);
         held.into_iter().for_each(|lease| pool.release(lease));
+        assert_eq!(bytes(&account).0, 2 * 256);
         let small = take(&mut pool, 4);
         assert_eq!(bytes(&account).0, 256 + 128);
         pool.release(small);
