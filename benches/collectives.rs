@@ -43,7 +43,9 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
     let comm = &**world.communicator();
     let stream = ComputeStream::new("compute");
     let elements = BYTES / Dtype::F32.size();
-    let zeros = |len| Slice::zeros(Dtype::F32, len, None);
+    // SAFETY: the rank's thread and the collectives that it calls use them, one call after the other.
+    let zeros_of = |dtype, len| unsafe { Slice::zeros(dtype, len, None) };
+    let zeros = |len| zeros_of(Dtype::F32, len);
 
     let (source, mut target) = (vec![1u8; BYTES], vec![0u8; BYTES]);
     let apart = Gather { send: zeros(elements / RANKS), recv: zeros(elements) };
@@ -53,8 +55,8 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
     let reduce =
         |accumulate| Reduce { send: zeros(elements), recv: zeros(elements / RANKS), scale: 0.5, accumulate };
     let (overwrite, add) = (reduce(Accumulate::Overwrite), reduce(Accumulate::Add));
-    let narrow = Reduce { send: Slice::zeros(Dtype::BF16, BYTES / 2, None), ..add.clone() };
-    let narrow = Reduce { recv: Slice::zeros(Dtype::F32, BYTES / 2 / RANKS, None), ..narrow };
+    let narrow = Reduce { send: zeros_of(Dtype::BF16, BYTES / 2), ..add.clone() };
+    let narrow = Reduce { recv: zeros(BYTES / 2 / RANKS), ..narrow };
 
     let gather = |part: &Gather| comm.all_gather(&*stream, tag(), vec![part.clone()]);
     let scatter = |part: &Reduce| comm.reduce_scatter(&*stream, tag(), vec![part.clone()]);

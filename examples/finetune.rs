@@ -359,7 +359,7 @@ impl Run {
         for dir in [&saving.export, &saving.export_adapters].into_iter().flatten() {
             check_save_place(&model, dir)?;
         }
-        let report = self.pretrained.load(&model, Strictness::Strict)?;
+        let report = self.pretrained.load(&mut model, Strictness::Strict)?;
         if world.rank() == 0 {
             if report.has_remarks() {
                 println!("{report}");

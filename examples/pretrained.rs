@@ -122,7 +122,7 @@ fn run(
     let mut measured = Measured::default();
     let start = Instant::now();
     let mut model = pretrained.model()?.fully_shard(mesh)?;
-    let report = pretrained.load(&model, Strictness::Strict)?;
+    let report = pretrained.load(&mut model, Strictness::Strict)?;
     if report.has_remarks() && mesh.rank() == 0 {
         println!("{report}");
     }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
-use fsdp::engine::Access;
 use fsdp::files::TensorFile;
 use fsdp::launch::{Launcher, World};
 use fsdp::prelude::*;
@@ -54,9 +53,10 @@ fn batch(world: &World) -> (Tensor, Tensor) {
 }
 
 /// Gives the `B` matrices values other than zero.
-fn stir(model: &Fsdp<Llama>) -> Result<()> {
-    for unit in &model.layout().units {
-        model.with_full_params(&unit.path, Access::Write, |params| {
+fn stir(model: &mut Fsdp<Llama>) -> Result<()> {
+    let units: Vec<_> = model.layout().units.iter().map(|unit| unit.path.clone()).collect();
+    for unit in units {
+        model.with_full_params(&unit, |params| {
             for param in params.iter_mut().filter(|param| param.spec.name.contains("lora_B")) {
                 for (at, value) in param.values.iter_mut().enumerate() {
                     *value = ((at * 37 + param.spec.name.len()) % 19) as f32 / 50.0 - 0.18;
@@ -88,7 +88,7 @@ fn merged(model: &Fsdp<Llama>) -> Result<Values> {
     Ok(values)
 }
 
-fn load(model: &Fsdp<Llama>, values: &Values) -> Result<()> {
+fn load(model: &mut Fsdp<Llama>, values: &Values) -> Result<()> {
     Ok(model.load_weights(|spec, range, out| {
         out.copy_from_slice(&values[&spec.name].1[range]);
         Ok(())
@@ -130,7 +130,7 @@ fn merged_weights_compute_what_the_adapters_do() {
     for ranks in [1, 2, 3] {
         on_ranks(ranks, |world| {
             let fsdp = FsdpConfig::default();
-            let (adapted, plain) = (
+            let (mut adapted, mut plain) = (
                 adapted(
                     &world,
                     &lora("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"),
@@ -138,12 +138,12 @@ fn merged_weights_compute_what_the_adapters_do() {
                 )?,
                 plain(&world, &fsdp)?,
             );
-            stir(&adapted)?;
+            stir(&mut adapted)?;
             let (ids, _) = batch(&world);
             let before: Tensor = plain.evaluate(&ids)?;
             let merged = merged(&adapted)?;
             assert_eq!(merged.keys().collect::<Vec<_>>(), weights(&plain)?.keys().collect::<Vec<_>>());
-            load(&plain, &merged)?;
+            load(&mut plain, &merged)?;
             let [ours, theirs]: [Tensor; 2] = [adapted.evaluate(&ids)?, plain.evaluate(&ids)?];
             let apart = |a: &Tensor, b: &Tensor| -> Result<f32> {
                 Ok((a - b)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?)
@@ -162,7 +162,7 @@ fn gradients_follow_from_those_of_the_merged_weights() {
     for (ranks, recompute) in [(1, Recompute::None), (2, Recompute::Unit), (3, Recompute::None)] {
         on_ranks(ranks, |world| {
             let fsdp = FsdpConfig { recompute, ..FsdpConfig::default() };
-            let (adapted, plain) = (
+            let (mut adapted, mut plain) = (
                 adapted(
                     &world,
                     &lora("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"),
@@ -170,8 +170,8 @@ fn gradients_follow_from_those_of_the_merged_weights() {
                 )?,
                 plain(&world, &fsdp)?,
             );
-            stir(&adapted)?;
-            load(&plain, &merged(&adapted)?)?;
+            stir(&mut adapted)?;
+            load(&mut plain, &merged(&adapted)?)?;
             let gradients = |model: &Fsdp<Llama>| -> Result<BTreeMap<String, Tensor>> {
                 let loss: Tensor = model.forward(&batch(&world))?;
                 model.backward(&loss)?;
@@ -277,8 +277,8 @@ fn dropped_inputs_are_the_same_on_any_number_of_ranks() {
     let losses = |ranks: usize| -> f32 {
         let all = on_ranks(ranks, |world| {
             let lora = LoraConfig { dropout: 0.3, ..lora("all-linear") };
-            let model = adapted(&world, &lora, &FsdpConfig::default())?;
-            stir(&model)?;
+            let mut model = adapted(&world, &lora, &FsdpConfig::default())?;
+            stir(&mut model)?;
             model.set_first_sample((world.rank() * 6 / ranks) as u64);
             let loss: Tensor = model.forward(&batch(&world))?;
             Ok(loss.to_scalar::<f32>()?)
@@ -287,8 +287,8 @@ fn dropped_inputs_are_the_same_on_any_number_of_ranks() {
     };
     let one = losses(1);
     let without = on_ranks(1, |world| {
-        let model = adapted(&world, &lora("all-linear"), &FsdpConfig::default())?;
-        stir(&model)?;
+        let mut model = adapted(&world, &lora("all-linear"), &FsdpConfig::default())?;
+        stir(&mut model)?;
         let loss: Tensor = model.forward(&batch(&world))?;
         Ok(loss.to_scalar::<f32>()?)
     })[0];
@@ -303,12 +303,12 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().join("adapters");
     let saved = on_ranks(2, |world| {
-        let model = adapted(
+        let mut model = adapted(
             &world,
             &lora("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,lm_head"),
             &FsdpConfig::default(),
         )?;
-        stir(&model)?;
+        stir(&mut model)?;
         save_adapters(&model, &dir, Some("base"))?;
         weights(&model)
     });
@@ -321,8 +321,8 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
     let lora = LoraConfig::from_peft(&dir).unwrap();
     assert_eq!(lora, self::lora(all));
     let loaded = on_ranks(3, |world| {
-        let model = adapted(&world, &lora, &FsdpConfig::default())?;
-        let report = load_adapters(&model, &dir)?;
+        let mut model = adapted(&world, &lora, &FsdpConfig::default())?;
+        let report = load_adapters(&mut model, &dir)?;
         assert_eq!((report.loaded, report.has_remarks()), (30, false));
         weights(&model)
     });
@@ -330,8 +330,8 @@ fn adapters_saved_alone_are_loaded_on_other_ranks() {
 
     let other = LoraConfig { rank: 2, targets: Targets::default(), ..lora };
     let outcome = Launcher::new().ranks(2).run(|world| -> Result<()> {
-        let model = adapted(&world, &other, &FsdpConfig::default())?;
-        load_adapters(&model, &dir)?;
+        let mut model = adapted(&world, &other, &FsdpConfig::default())?;
+        load_adapters(&mut model, &dir)?;
         Ok(())
     });
     let message = outcome.unwrap_err().to_string();
@@ -394,8 +394,8 @@ fn modules_are_named_in_any_way_that_peft_writes() {
         let lora = LoraConfig::from_peft(dir.path()).unwrap();
         for ranks in [1, 2] {
             on_ranks(ranks, |world| {
-                let model = adapted(&world, &lora, &FsdpConfig::default())?;
-                load_adapters(&model, dir.path())?;
+                let mut model = adapted(&world, &lora, &FsdpConfig::default())?;
+                load_adapters(&mut model, dir.path())?;
                 let mut adapters = weights(&model)?;
                 adapters.retain(|name, _| is_adapter(name));
                 assert_eq!(adapters, expected, "{modules}");
@@ -426,9 +426,9 @@ fn weights_that_peft_saves_whole_are_loaded_over_the_models_own() {
         let lora = LoraConfig::from_peft(dir.path()).unwrap();
         for ranks in [1, 3] {
             on_ranks(ranks, |world| {
-                let model = adapted(&world, &lora, &FsdpConfig::default())?;
+                let mut model = adapted(&world, &lora, &FsdpConfig::default())?;
                 let before = weights(&model)?;
-                let report = load_adapters(&model, dir.path())?;
+                let report = load_adapters(&mut model, dir.path())?;
                 let expected = format!("7 tensors were loaded; {set} was set as well: the file has it whole");
                 assert_eq!(report.to_string(), expected);
                 for (name, (_, after)) in weights(&model)? {
@@ -443,7 +443,7 @@ fn weights_that_peft_saves_whole_are_loaded_over_the_models_own() {
         }
         write_peft(dir.path(), &modules, &names, &[(saved, &[31, 23], &values[..31 * 23])]);
         let message = Launcher::new().ranks(2).run(|world| -> Result<()> {
-            load_adapters(&adapted(&world, &lora, &FsdpConfig::default())?, dir.path())?;
+            load_adapters(&mut adapted(&world, &lora, &FsdpConfig::default())?, dir.path())?;
             Ok(())
         });
         let message = message.unwrap_err().to_string();

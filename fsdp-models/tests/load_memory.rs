@@ -144,9 +144,9 @@ fn loading_and_saving_take_a_tensor_and_a_bucket_beside_the_shards() {
             PEAK.store(before, SeqCst);
             let peaks = launch::local(ranks, |world| -> fsdp_models::Result<[usize; 3]> {
                 let pretrained = Pretrained::open(path)?;
-                let model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
+                let mut model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
                 // Between barriers, rank 0 looks at what all ranks have taken.
-                let measure = |start: bool| -> fsdp_models::Result<usize> {
+                let measure = |model: &Fsdp<Llama>, start: bool| -> fsdp_models::Result<usize> {
                     model.agree_on::<_, fsdp_models::Error>("all are here", Ok(()))?;
                     let taken = PEAK.load(SeqCst) - before;
                     model.agree_on::<_, fsdp_models::Error>("all have looked", Ok(()))?;
@@ -156,14 +156,14 @@ fn loading_and_saving_take_a_tensor_and_a_bucket_beside_the_shards() {
                     model.agree_on::<_, fsdp_models::Error>("it has begun", Ok(()))?;
                     Ok(taken)
                 };
-                measure(true)?;
+                measure(&model, true)?;
                 let held = LIVE.load(SeqCst) - before;
-                measure(false)?;
-                pretrained.load(&model, Strictness::Strict)?;
-                let loading = measure(true)?;
+                measure(&model, false)?;
+                pretrained.load(&mut model, Strictness::Strict)?;
+                let loading = measure(&model, true)?;
                 let target = dir.path().join("again");
                 save_pretrained(&model, &config.to_json(), &target, &options)?;
-                let saving = measure(false)?;
+                let saving = measure(&model, false)?;
                 Ok([held, loading, saving])
             })
             .unwrap();

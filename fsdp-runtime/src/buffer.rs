@@ -39,13 +39,21 @@ impl DataParallelBuffer {
         self.held.clone()
     }
 
-    /// This rank's shard, virtual or real, which must be held.
+    /// This rank's shard, virtual or real.
+    ///
+    /// # Panics
+    /// If it is not held: this is a part of it.
     pub fn shard(&self) -> Slice {
         self.part(self.shard.clone())
     }
 
-    /// The elements `part` of the bucket, which must be held.
+    /// The elements `part` of the bucket.
+    ///
+    /// # Panics
+    /// If they are not held.
     pub fn part(&self, part: Range<usize>) -> Slice {
+        let inside = self.held.start <= part.start && part.start <= part.end && part.end <= self.held.end;
+        assert!(inside, "elements {part:?} of a bucket of which {:?} are held", self.held);
         let start = self.held.start;
         self.data.range(part.start - start..part.end - start)
     }
@@ -74,7 +82,10 @@ impl GroupBuffers {
     ///
     /// # Errors
     /// Those of [`Account::allocate`].
-    pub fn allocate(
+    ///
+    /// # Safety
+    /// As for [`Slice::zeros_in`], for each of the buffers.
+    pub unsafe fn allocate(
         account: &Account,
         layout: BucketLayout,
         placement: Placement,
@@ -91,7 +102,8 @@ impl GroupBuffers {
             sharded(strategy.shards_optim())
         };
         let allocate = |category, dtype, held: Range<usize>| -> Result<DataParallelBuffer, CommError> {
-            let data = account.allocate(category, dtype, held.len())?;
+            // SAFETY: the caller's promise.
+            let data = unsafe { account.allocate(category, dtype, held.len()) }?;
             Ok(DataParallelBuffer { data, held, shard: shard.clone() })
         };
         let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()))?;

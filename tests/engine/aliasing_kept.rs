@@ -5,7 +5,6 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use fsdp::engine::Access;
 use fsdp::optim::{OptimError, Optimizer, Segment, StepInfo};
 use fsdp::prelude::*;
 
@@ -110,7 +109,7 @@ fn a_kept_tensor_of_the_root_is_out_of_reach_of_whoever_has_the_weights() {
                     Ok(())
                 })?;
                 forward(&model)?;
-                model.with_full_params("", Access::Write, |params| {
+                model.with_full_params("", |params| {
                     check_out_of_reach(&kept);
                     params[0].values.fill(5.0);
                     Ok(())

@@ -74,7 +74,7 @@ fn outputs_that_are_not_used_get_no_gradient_and_take_none() {
                 three: Unit::new(Three { w: param(5.0) }),
                 last: Unit::new(Three { w: param(7.0) }),
             };
-            let model = net.fully_shard_with(&world.data_parallel_mesh(), config)?;
+            let mut model = net.fully_shard_with(&world.data_parallel_mesh(), config)?;
             // With x = 1: u = gain, a = 5u, b = u + 5; outputs (a + u) * 7, b + 7, 7.
             let output_values = [(15.0 + 3.0) * 7.0, 8.0 + 7.0, 7.0];
             // Of each output: by gain, by the first w, by the second w.
@@ -126,7 +126,7 @@ fn a_unit_without_parameters_passes_gradients_on() {
     every_way(|config| {
         on_ranks(2, |world| {
             let holder = Holder { w: Param::new(3).with_init(Init::Constant(5.0)), bare: Unit::new(Bare) };
-            let model = holder.fully_shard_with(&world.data_parallel_mesh(), config)?;
+            let mut model = holder.fully_shard_with(&world.data_parallel_mesh(), config)?;
             model.unshard("bare")?.wait()?;
             for _ in 0..2 {
                 let loss: Tensor = model.forward(&full(3, 2.0))?;
@@ -191,7 +191,7 @@ fn heads() -> Heads {
 fn two_forwards_through_nested_units_and_one_backward() {
     every_way(|config| {
         on_ranks(2, |world| {
-            let model = heads().fully_shard_with(&world.data_parallel_mesh(), config)?;
+            let mut model = heads().fully_shard_with(&world.data_parallel_mesh(), config)?;
             for _ in 0..2 {
                 // As a preference loss does: the same model on two inputs, one backward.
                 let chosen: Tensor = model.forward_with(&full(2, 3.0), &0)?;
@@ -213,7 +213,7 @@ fn two_forwards_through_nested_units_and_one_backward() {
 fn two_forwards_through_different_heads_and_one_backward() {
     every_way(|config| {
         on_ranks(2, |world| {
-            let model = heads().fully_shard_with(&world.data_parallel_mesh(), config)?;
+            let mut model = heads().fully_shard_with(&world.data_parallel_mesh(), config)?;
             let before = model.gathered_units();
             for _ in 0..2 {
                 let first: Tensor = model.forward_with(&full(2, 3.0), &0)?;
@@ -261,14 +261,14 @@ fn a_loss_in_chunks_is_the_loss_of_the_whole_and_reduces_the_head_once() {
                 body: Unit::new(Scale { w: Param::new((4, 3)).with_init(Init::Constant(2.0)) }),
                 head: Unit::new(Scale { w: Param::new(()).with_init(Init::Constant(0.5)) }),
             };
-            let model = chunked.fully_shard_with(&world.data_parallel_mesh(), config)?;
-            let reductions = || -> u64 {
+            let mut model = chunked.fully_shard_with(&world.data_parallel_mesh(), config)?;
+            let reductions = |model: &Fsdp<_>| -> u64 {
                 let traffic = model.traffic();
                 let of = traffic.iter().filter(|t| ["reduce-scatter", "all-reduce"].contains(&t.operation));
                 of.map(|t| t.counter.calls).sum()
             };
             for chunks in [1, 2, 4] {
-                let before = reductions();
+                let before = reductions(&model);
                 let x = Tensor::ones((4, 3), DType::F32, &Device::Cpu)?;
                 let loss: Tensor = model.forward_with(&x, &chunks)?;
                 assert_eq!(loss.to_scalar::<f32>()?, 12.0);
@@ -276,7 +276,7 @@ fn a_loss_in_chunks_is_the_loss_of_the_whole_and_reduces_the_head_once() {
                 // (w v)²: 2 w v² for the body's weight, 2 w² v for the head's, of 12 elements.
                 let expected = named(&[("body.w", &[1.0; 12]), ("head.w", &[48.0])]);
                 assert_eq!(gradients(&model)?, expected, "{chunks} {config:?}");
-                assert_eq!(reductions() - before, 2, "{chunks} {config:?}");
+                assert_eq!(reductions(&model) - before, 2, "{chunks} {config:?}");
                 model.reset_step()?;
             }
             Ok(())

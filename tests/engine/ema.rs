@@ -178,11 +178,9 @@ fn an_average_is_saved_and_loaded_like_weights() {
     on_ranks(2, |world| {
         let mut model = dots().fully_shard(&world.data_parallel_mesh())?;
         let mut ema = model.ema(0.5)?;
-        model.with_ema(&mut ema, |model| {
-            model.load_weights(|_, range, values| {
-                values.iter_mut().zip(range).for_each(|(value, index)| *value = index as f32);
-                Ok(())
-            })
+        ema.load_weights(&mut model, |_, range, values| {
+            values.iter_mut().zip(range).for_each(|(value, index)| *value = index as f32);
+            Ok(())
         })?;
         assert!(weights(&model)?.iter().all(|(_, values)| values.iter().all(|value| *value == 0.75)));
         let average = model.with_ema(&mut ema, weights)?;

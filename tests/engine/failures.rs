@@ -277,7 +277,7 @@ fn ranks_that_start_or_step_differently_are_told_apart() {
 fn after_an_error_on_all_ranks_the_model_is_usable_again() {
     for strategy in Strategy::ALL {
         on_ranks(2, |world| {
-            let model = minefield().fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut model = minefield().fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
             let armed = (full(3, 1.0), Some("error".to_string()));
             let error = Fsdp::forward::<_, Tensor>(&model, &armed).unwrap_err().to_string();
             assert!(error.contains("bang"), "{error}");
@@ -322,7 +322,7 @@ fn loading_weights_reaches_every_element_once() {
     for strategy in Strategy::ALL {
         on_ranks(3, |world| {
             let model = Dots { units: vec![Dot::zeros(7), Dot::zeros(100)] };
-            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
             let _: Tensor = model.evaluate(&vec![full(7, 1.0), full(100, 1.0)])?;
             model.load_weights(|spec, range, out| {
                 assert!(range.end <= spec.numel());

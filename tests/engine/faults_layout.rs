@@ -96,7 +96,7 @@ fn shards_tile_a_dim_that_the_ranks_do_not_divide() {
             // What each rank is asked to load is what the layout says.
             let loaded = on_ranks(ranks, |world| {
                 let model = Dots { units: vec![Dot::zeros(elements)] };
-                let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
                 let mut own = Vec::new();
                 model.load_weights(|_, range, values| {
                     own.extend(range.clone());

@@ -1,7 +1,6 @@
 //! A unit's parameters whole, to look at and to change.
 
 use candle_core::Tensor;
-use fsdp::engine::Access;
 use fsdp::prelude::*;
 
 use crate::fixtures::{Dot, Dots, Two, config, full, launcher, named, on_ranks, weights};
@@ -27,7 +26,7 @@ fn changes_are_written_back_on_every_mesh_and_the_training_goes_on() {
                             optimizer.step(model)
                         };
                         step(&mut model, &mut optimizer)?;
-                        let seen = model.with_full_params("units.1", Access::Write, |params| {
+                        let seen = model.with_full_params("units.1", |params| {
                             assert_eq!(params.len(), 1);
                             assert_eq!(
                                 (params[0].spec.name.as_str(), params[0].values.len()),
@@ -61,12 +60,9 @@ fn changes_are_written_back_on_every_mesh_and_the_training_goes_on() {
 fn reading_changes_nothing() {
     on_ranks(2, |world| {
         let model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
-        model.with_full_params("a", Access::Read, |params| {
-            params[0].values.fill(7.0);
-            Ok(())
-        })?;
+        model.full_params("a")?[0].values.fill(7.0);
         assert_eq!(weights(&model)?, named(&[("a.w", &[0.0; 3]), ("b.w", &[0.0; 3])]));
-        let text = model.with_full_params("c", Access::Read, |_| Ok(())).unwrap_err().to_string();
+        let text = model.full_params("c").unwrap_err().to_string();
         assert!(text.contains("no unit `c`") && text.contains("a, b"), "{text}");
         Ok(())
     });
@@ -75,20 +71,20 @@ fn reading_changes_nothing() {
 #[test]
 fn ranks_that_disagree_write_nothing() {
     on_ranks(2, |world| {
-        let model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
-        let error = model.with_full_params("b", Access::Write, |params| {
+        let mut model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
+        let error = model.with_full_params("b", |params| {
             params[0].values[2] = world.rank() as f32;
             Ok(())
         });
         let text = error.unwrap_err().to_string();
         assert!(text.contains("`b.w`") && text.contains("ranks 0 and 1 have different values"), "{text}");
-        let error = model.with_full_params("b", Access::Write, |params| {
+        let error = model.with_full_params("b", |params| {
             params[0].values.push(1.0);
             Ok(())
         });
         let text = error.unwrap_err().to_string();
         assert_eq!(text, "parameter `b.w`: was given 4 values for its shape [3]");
-        let error = model.with_full_params("b", Access::Write, |params| {
+        let error = model.with_full_params("b", |params| {
             params[0].values.fill(1.0);
             if world.rank() == 1 { Err(fsdp::Error::Usage("no disk".into())) } else { Ok(()) }
         });
@@ -124,8 +120,8 @@ fn gradients_can_be_read_unit_by_unit() {
 fn one_rank_that_panics_inside_is_reported() {
     let error = launcher(2)
         .run(|world| {
-            let model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
-            model.with_full_params("a", Access::Write, |_| {
+            let mut model = Two::zeros(3).fully_shard(&world.data_parallel_mesh())?;
+            model.with_full_params("a", |_| {
                 assert!(world.rank() == 0, "boom");
                 Ok(())
             })

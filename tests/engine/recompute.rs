@@ -36,7 +36,7 @@ fn a_unit_called_twice_is_reduced_once_with_the_sum() {
             on_ranks(2, |world| {
                 let config = FsdpConfig { recompute, ..config(strategy) };
                 let unit = Unit::new(Scale { w: Param::new(1).with_init(Init::Constant(2.0)) });
-                let model = Siamese { unit }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut model = Siamese { unit }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
                 for _ in 0..2 {
                     let before = reductions(&model);
                     let loss: Tensor = model.forward(&full(1, 3.0))?;
@@ -120,7 +120,7 @@ fn nested_units_compose() {
                     })
                     .recompute(outer),
                 };
-                let model = nest.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+                let mut model = nest.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
                 for _ in 0..3 {
                     let loss: Tensor = model.forward(&full(3, 7.0))?;
                     assert_eq!(loss.to_scalar::<f32>()?, 210.0);
@@ -177,7 +177,7 @@ fn units_nested_deeper_than_the_pool_fall_back_to_buffers_of_their_own() {
         on_ranks(2, |world| {
             let config = FsdpConfig { recompute, ..config(Strategy::default()) };
             let shelf = Shelf { doll: Unit::new(Matryoshka::new(4)) };
-            let model = shelf.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut model = shelf.fully_shard_with(&world.data_parallel_mesh(), &config)?;
             for _ in 0..3 {
                 let loss: Tensor = model.forward(&full(1, 3.0))?;
                 assert_eq!(loss.to_scalar::<f32>()?, 48.0);

@@ -106,7 +106,7 @@ fn called_again_in_one_forward() {
     everywhere(|outer, inner, config| {
         on_ranks(outer * inner, |world| {
             let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
-            let model = model().fully_shard_with(&mesh, config)?;
+            let mut model = model().fully_shard_with(&mesh, config)?;
             let factor = factor(world.size(), config);
             for times in [1, 2, 3] {
                 let before = reductions(&model);
@@ -133,7 +133,7 @@ fn called_in_two_forwards_of_one_backward() {
     everywhere(|outer, inner, config| {
         on_ranks(outer * inner, |world| {
             let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
-            let model = model().fully_shard_with(&mesh, config)?;
+            let mut model = model().fully_shard_with(&mesh, config)?;
             let factor = factor(world.size(), config);
             for _ in 0..2 {
                 let x = full(1, 1.0 + world.rank() as f32);

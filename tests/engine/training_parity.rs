@@ -363,7 +363,7 @@ fn a_hundred_and_twenty_eight_ranks_hold_and_average_every_element() {
     let launcher = launcher(128).timeout(Duration::from_secs(120));
     let outcome = launcher.run(|world| -> fsdp::Result<()> {
         let model = crate::fixtures::Dots { units: sizes.map(Dot::zeros).into() };
-        let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
         model.load_weights(|_, range, out| {
             out.iter_mut().zip(range).for_each(|(out, index)| *out = value(index));
             Ok(())
@@ -405,7 +405,7 @@ fn a_model_may_have_no_input() {
     for strategy in Strategy::ALL {
         on_ranks(2, |world| {
             let model = Inputless { inner: Dot::with(3, 2.0) };
-            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
             for _ in 0..2 {
                 let loss: Tensor = model.forward(&())?;
                 assert_eq!((loss.dims().len(), loss.to_scalar::<f32>()?), (0, 6.0));

@@ -1,7 +1,6 @@
 //! When a unit's weights are whole, and that reading them at any time disturbs nothing.
 
 use candle_core::Tensor;
-use fsdp::engine::Access;
 use fsdp::prelude::*;
 
 use crate::fixtures::{config, gradients, named, on_ranks};
@@ -64,10 +63,7 @@ fn reading_weights_at_any_time_changes_no_bit() {
                         let mut read = |model: &Fsdp<Layers>| -> fsdp::Result<()> {
                             if reads {
                                 seen.push(reference::weights(model)?);
-                                model.with_full_params("layers.1", Access::Read, |params| {
-                                    params[0].values.fill(f32::NAN);
-                                    Ok(())
-                                })?;
+                                model.full_params("layers.1")?[0].values.fill(f32::NAN);
                             }
                             Ok(())
                         };
@@ -104,7 +100,7 @@ fn any_size_on_any_number_of_ranks_is_loaded_and_read_whole() {
                 on_ranks(ranks, |world| {
                     let config = FsdpConfig { alignment, ..config(Strategy::default()) };
                     let model = Layers::new(&[rows, 3, 2]);
-                    let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                    let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
                     let mut held = 0;
                     model.load_weights(|spec, range, out| {
                         held += range.len();
@@ -181,7 +177,7 @@ fn every_row_of_an_uneven_tied_table_is_updated() {
 #[test]
 fn a_unit_that_is_whole_can_be_asked_for_again() {
     on_ranks(2, |world| {
-        let model = Layers::new(&WIDTHS).fully_shard(&world.data_parallel_mesh())?;
+        let mut model = Layers::new(&WIDTHS).fully_shard(&world.data_parallel_mesh())?;
         for _ in 0..2 {
             model.unshard("layers.3")?.wait()?;
             model.unshard("layers.3")?.wait()?;

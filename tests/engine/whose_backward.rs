@@ -191,7 +191,7 @@ fn what_a_caught_panic_has_cut_short_says_how_to_go_on() {
     }
 
     on_ranks(2, |world| {
-        let model = Panics(Param::new(3)).fully_shard(&world.data_parallel_mesh())?;
+        let mut model = Panics(Param::new(3)).fully_shard(&world.data_parallel_mesh())?;
         let x = full(3, 1.0);
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             model.forward_with::<_, _, Tensor>(&x, &true).map(|_| ())

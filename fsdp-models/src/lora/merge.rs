@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use fsdp::Fsdp;
-use fsdp::engine::{Access, FullParam};
+use fsdp::engine::FullParam;
 use fsdp::spec::ParamSpec;
 
 use super::adapter_of;
@@ -27,24 +27,21 @@ pub fn visit_merged_weights(
         return model.visit_weights(visit);
     };
     for unit in &model.layout().units {
-        model.with_full_params(&unit.path, Access::Read, |params| {
-            let mut adapters: HashMap<String, Pair> = HashMap::new();
-            for param in params.iter() {
-                if let Some((projection, half)) = adapter_of(&param.spec.name) {
-                    let pair = adapters.entry(format!("{projection}.weight")).or_default();
-                    pair[half as usize] = Some(matrix(param)?);
-                }
+        let params = model.full_params(&unit.path)?;
+        let mut adapters: HashMap<String, Pair> = HashMap::new();
+        for param in &params {
+            if let Some((projection, half)) = adapter_of(&param.spec.name) {
+                let pair = adapters.entry(format!("{projection}.weight")).or_default();
+                pair[half as usize] = Some(matrix(param)?);
             }
-            for FullParam { spec, values } in
-                params.iter().filter(|param| adapter_of(&param.spec.name).is_none())
-            {
-                match adapters.remove(&spec.name) {
-                    Some([Some(a), Some(b)]) => visit(spec, &merged(values, &a, &b, lora.scale())?)?,
-                    _ => visit(spec, values)?,
-                }
+        }
+        for FullParam { spec, values } in params.iter().filter(|param| adapter_of(&param.spec.name).is_none())
+        {
+            match adapters.remove(&spec.name) {
+                Some([Some(a), Some(b)]) => visit(spec, &merged(values, &a, &b, lora.scale())?)?,
+                _ => visit(spec, values)?,
             }
-            Ok(())
-        })?;
+        }
     }
     Ok(())
 }

@@ -6,7 +6,6 @@ use std::io::Write;
 use std::path::Path;
 
 use fsdp::Fsdp;
-use fsdp::engine::Access;
 use fsdp::files::{AtomicFile, FileError, TensorFile, save_f32};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -67,13 +66,14 @@ pub fn save_adapters(model: &Fsdp<Llama>, dir: &Path, base: Option<&str>) -> Res
 ///
 /// # Errors
 /// A model without adapters; a file that cannot be read or whose tensors are others, naming all of them.
-pub fn load_adapters(model: &Fsdp<Llama>, dir: &Path) -> Result<LoadReport, LoraError> {
+pub fn load_adapters(model: &mut Fsdp<Llama>, dir: &Path) -> Result<LoadReport, LoraError> {
     model.module().lora().ok_or(LoraError::NotAdapted)?;
     let file = TensorFile::open(&dir.join(TENSORS))?;
     let mut sources: BTreeMap<&str, String> = BTreeMap::new();
     let mut expected: Vec<(&str, &[usize])> = Vec::new();
     let mut report = LoadReport::default();
-    for spec in &model.layout().params {
+    let params = model.layout().params.clone();
+    for spec in &params {
         let name = format!("{PREFIX}{}", spec.name);
         let wrapped =
             spec.name.strip_suffix(".weight").map(|module| format!("{PREFIX}{module}.base_layer.weight"));
@@ -87,15 +87,16 @@ pub fn load_adapters(model: &Fsdp<Llama>, dir: &Path) -> Result<LoadReport, Lora
         };
         sources.insert(&spec.name, source);
     }
-    for spec in &model.layout().params {
+    for spec in &params {
         if let Some(source) = sources.get(spec.name.as_str()) {
             expected.push((source, &spec.shape));
         }
     }
     file.check(expected.iter().copied())?;
     report.loaded = expected.len();
-    for unit in &model.layout().units {
-        model.with_full_params(&unit.path, Access::Write, |params| {
+    let units: Vec<_> = model.layout().units.iter().map(|unit| unit.path.clone()).collect();
+    for unit in units {
+        model.with_full_params(&unit, |params| {
             for param in params.iter_mut() {
                 let Some(source) = sources.get(param.spec.name.as_str()) else { continue };
                 let read = file.read_range_f32(source, 0, &mut param.values);

@@ -136,6 +136,10 @@ fn statistics(logits: &[f32], vocab: usize) -> Vec<Statistics> {
 }
 
 impl CrossEntropy {
+    /// Writes the gradient of the logits, every element of `out`.
+    ///
+    /// # Panics
+    /// If the logits are no whole rows of `vocab`, or there is not a target and a statistic for each row.
     fn backward(
         &self,
         logits: &[f32],
@@ -144,6 +148,9 @@ impl CrossEntropy {
         scale: f32,
         out: &mut [MaybeUninit<f32>],
     ) {
+        let rows = self.targets.len();
+        assert!(rows.checked_mul(vocab) == Some(logits.len()) && out.len() == logits.len(), "other logits");
+        assert!(statistics.len() == rows, "a statistic for each row");
         vectorise(
             #[inline(always)]
             || {
@@ -211,8 +218,7 @@ impl CustomOp1 for CrossEntropy {
                 return Ok(Vec::new());
             }
             let logits = T::widen(logits);
-            // SAFETY: the rows of `vocab` elements cover the output, and there is a target and a statistic
-            // for each.
+            // SAFETY: `backward` writes every element.
             Ok(unsafe { filled_by(logits.len(), |out| self.backward(&logits, vocab, statistics, scale, out)) })
         })?);
         tensor(OP, dlogits, logits.shape(), logits.dtype()).map(Some)

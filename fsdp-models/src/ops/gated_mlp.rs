@@ -97,7 +97,7 @@ impl GatedMlp {
             })
         };
         let (gate, up) = (project(gate_weight)?, project(up_weight)?);
-        // SAFETY: `gate` and `up` have the length of the output.
+        // SAFETY: `swiglu` writes every element.
         let inner = unsafe { filled_by(gate.len(), |out| swiglu(&T::widen(&gate), &T::widen(&up), out)) };
         let inner = T::narrow(inner);
         let _ = self.activations.set([T::to_cpu_storage_owned(gate), T::to_cpu_storage_owned(up)]);
@@ -167,9 +167,11 @@ fn activation_backward<T: Element>(
     up: &[f32],
     dinner: Vec<f32>,
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    assert!(up.len() == gate.len() && dinner.len() == gate.len(), "activations of different lengths");
     let mut dup = dinner;
     let mut dgate = Vec::new();
-    // SAFETY: all have the length of `gate`, so the loop writes each element of both new vectors.
+    // SAFETY: all have the length of `gate`, three as was checked and two as they are made here, so that the loop writes each
+    // element of both new vectors.
     let inner = unsafe {
         filled_by(gate.len(), |inner| {
             dgate = filled_by(gate.len(), |dgate| {

@@ -42,7 +42,7 @@ impl<'a> Mat<'a> {
 
     /// A matrix with rows of adjacent elements, `row_stride` apart.
     pub fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
-        assert!(extent(rows, cols, row_stride) <= data.len(), "matrix out of its data");
+        assert!(fits(data.len(), rows, cols, row_stride), "matrix out of its data");
         Mat { data, rows, cols, row_stride, col_stride: 1 }
     }
 
@@ -92,15 +92,16 @@ impl<'a> MatMut<'a> {
         cols: usize,
         row_stride: usize,
     ) -> Self {
-        assert!(extent(rows, cols, row_stride) <= len, "matrix out of its data");
+        assert!(fits(len, rows, cols, row_stride), "matrix out of its data");
         assert!(rows <= 1 || cols <= row_stride, "rows overlap");
         MatMut { data, initialised, rows, cols, row_stride, lifetime: PhantomData }
     }
 }
 
-/// One past the largest index of a matrix with rows of `cols` adjacent elements.
-fn extent(rows: usize, cols: usize, row_stride: usize) -> usize {
-    if rows == 0 || cols == 0 { 0 } else { (rows - 1) * row_stride + cols }
+/// Whether a matrix with rows of `cols` adjacent elements has all its indices below `len`.
+fn fits(len: usize, rows: usize, cols: usize, row_stride: usize) -> bool {
+    let end = |rows: usize| (rows - 1).checked_mul(row_stride)?.checked_add(cols);
+    rows == 0 || cols == 0 || end(rows).is_some_and(|end| end <= len)
 }
 
 /// `dst = scale a b`, or `dst += scale a b`. Without inner elements the product is zero.
@@ -143,7 +144,8 @@ pub(super) fn matmul(dst: MatMut<'_>, mode: Accumulate, scale: f32, a: Mat<'_>, 
 /// The product `a b` as a new dense row-major matrix.
 pub(super) fn product(a: Mat<'_>, b: Mat<'_>) -> Vec<f32> {
     let (rows, cols) = (a.rows, b.cols);
-    // SAFETY: an overwriting product writes all elements of `dst`, which is the whole vector.
+    // SAFETY: an overwriting product writes all elements of `dst`, which is the whole vector: the view is of rows * cols
+    // elements without gaps, and is refused if that is more than can be counted.
     unsafe {
         filled_by(rows * cols, |out| {
             matmul(MatMut::uninit(out, rows, cols, cols), Accumulate::Overwrite, 1.0, a, b)

@@ -65,9 +65,13 @@ struct RmsNorm {
     sink: GradSink,
 }
 
-/// Writes the normalised rows and returns each row's scale.
+/// Writes the normalised rows, every element of `out`, and returns each row's scale.
+///
+/// # Panics
+/// If `x` is no whole number of rows of the weight's length, or `out` has another length.
 fn forward<T: Element>(x: &[f32], weight: &[f32], eps: f32, out: &mut [MaybeUninit<f32>]) -> Vec<f32> {
     let width = weight.len();
+    assert!(x.len().is_multiple_of(width) && out.len() == x.len(), "rows of another width than the weight");
     if width == 0 {
         return Vec::new();
     }
@@ -87,7 +91,10 @@ fn forward<T: Element>(x: &[f32], weight: &[f32], eps: f32, out: &mut [MaybeUnin
     scales
 }
 
-/// Writes the gradient of `x` and adds up that of the weight in `dweight`.
+/// Writes the gradient of `x`, every element of `dx`, and adds up that of the weight in `dweight`.
+///
+/// # Panics
+/// If the lengths do not fit, or there is not a scale for each row.
 fn backward<T: Element>(
     x: &[f32],
     weight: &[f32],
@@ -97,9 +104,12 @@ fn backward<T: Element>(
     dweight: &mut [f32],
 ) {
     let width = weight.len();
+    assert!(x.len().is_multiple_of(width), "rows of another width than the weight");
+    assert!(dy.len() == x.len() && dx.len() == x.len(), "gradients of another length");
     if width == 0 {
         return;
     }
+    assert!(scales.len() == x.len() / width, "a scale for each row");
     vectorise(
         #[inline(always)]
         || {
@@ -134,8 +144,7 @@ impl CustomOp2 for RmsNorm {
         let y = with_element!(OP, dtype(x), T => {
             let x = T::widen(elements(OP, x, x_layout)?);
             let weight = T::widen(elements(OP, weight, weight_layout)?);
-            // SAFETY: the rows cover `x`, whose length is a multiple of the weight's (zero for an empty
-            // weight).
+            // SAFETY: `forward` writes every element.
             let y = unsafe {
                 filled_by(x.len(), |out| {
                     let _ = self.scales.set(forward::<T>(&x, &weight, self.eps, out));
@@ -174,7 +183,7 @@ impl CustomOp2 for RmsNorm {
         let dx = with_element!(OP, x.dtype(), T => with_elements::<T, _>(OP, x, |x| {
             with_elements::<T, _>(OP, weight, |weight| with_elements::<T, _>(OP, &dy, |dy| {
                 let (x, weight, dy) = (T::widen(x), T::widen(weight), T::widen(dy));
-                // SAFETY: as in forward; `scales` has one element for each row.
+                // SAFETY: `backward` writes every element.
                 Ok(unsafe {
                     filled_by(x.len(), |dx| backward::<T>(&x, &weight, scales, &dy, dx, &mut dweight))
                 })

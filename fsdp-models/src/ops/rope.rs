@@ -110,7 +110,10 @@ pub(super) fn rotate_in_place(
     );
 }
 
-/// The same into new memory.
+/// The same into new memory: writes every element of `out`.
+///
+/// # Panics
+/// If the lengths do not fit, or there are no angles.
 fn rotate(
     x: &[f32],
     cos: &[f32],
@@ -124,6 +127,8 @@ fn rotate(
         return;
     }
     let width = heads * 2 * half;
+    assert!(width > 0 && x.len().is_multiple_of(width) && out.len() == x.len(), "rows of another width");
+    assert!(cos.len() >= half && sin.len() >= half, "angles of no position");
     vectorise(
         #[inline(always)]
         || {
@@ -149,8 +154,7 @@ impl Rope {
         let (_, half) = self.cos.dims2()?;
         with_elements(OP, &self.cos, |cos| {
             with_elements(OP, &self.sin, |sin| {
-                // SAFETY: rows of `heads` pairs of halves cover `x` and the output alike, and the angles
-                // repeat for ever.
+                // SAFETY: `rotate` writes every element.
                 Ok(unsafe { filled_by(x.len(), |out| rotate(x, cos, sin, half, self.heads, turn, out)) })
             })
         })

@@ -36,8 +36,12 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 
 struct Swiglu;
 
-/// `silu(gate) * up`; writes every element of `out`, which is as long as both.
+/// `silu(gate) * up`; writes every element of `out`.
+///
+/// # Panics
+/// If the lengths differ.
 pub(super) fn forward(gate: &[f32], up: &[f32], out: &mut [MaybeUninit<f32>]) {
+    assert!(gate.len() == out.len() && up.len() == out.len(), "gate and up of other lengths than the output");
     vectorise(
         #[inline(always)]
         || {
@@ -72,7 +76,7 @@ impl CustomOp2 for Swiglu {
         let y = with_element!(OP, dtype(gate), T => {
             let gate = T::widen(elements(OP, gate, gate_layout)?);
             let up = T::widen(elements(OP, up, up_layout)?);
-            // SAFETY: `gate` and `up` have the length of the output.
+            // SAFETY: `forward` writes every element.
             let y = unsafe { filled_by(gate.len(), |out| forward(&gate, &up, out)) };
             T::to_cpu_storage_owned(T::narrow(y))
         });
@@ -106,8 +110,9 @@ impl CustomOp2 for Swiglu {
             with_elements::<T, _>(OP, up, |up| with_elements::<T, _>(OP, &dy, |dy| {
                 let (gate, up, dy) = (T::widen(gate), T::widen(up), T::widen(dy));
                 let mut dup = Vec::new();
-                // SAFETY: all five have the length of `gate`, so the loop writes each element of both
-                // outputs.
+                assert!(up.len() == gate.len() && dy.len() == gate.len(), "tensors of different lengths");
+                // SAFETY: all five have the length of `gate`, three as was checked and two as they are made here, so that
+                // the loop writes each element of both outputs.
                 let dgate = unsafe {
                     filled_by(gate.len(), |dgate| {
                         dup = filled_by(gate.len(), |dup| {

@@ -89,18 +89,19 @@ impl Weights {
     /// If [`Strictness::Strict`]: tensors that are missing, unexpected, of another shape, or no floats, all of them in one
     /// error and nothing loaded. With either: a failed read, after which the weights are partly changed. All ranks get the same
     /// error.
-    pub fn load<M>(&self, model: &Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
+    pub fn load<M>(&self, model: &mut Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
         self.load_with(model, strictness, &[])
     }
 
     /// [`Weights::load`], where `ties` are pairs of a parameter's name and another one that the file may have it under.
     pub(super) fn load_with<M>(
         &self,
-        model: &Fsdp<M>,
+        model: &mut Fsdp<M>,
         strictness: Strictness,
         ties: &[(&str, &str)],
     ) -> crate::Result<LoadReport> {
-        let plan = self.plan(&model.layout().params, ties);
+        let params = model.layout().params.clone();
+        let plan = self.plan(&params, ties);
         let fits = strictness == Strictness::Lenient || plan.report.skipped.is_empty();
         let outcome = if fits {
             Ok(())

@@ -45,8 +45,8 @@ use crate::{Llama, LlamaConfig};
 ///
 /// let pretrained = Pretrained::open(Path::new("SmolLM2-135M-Instruct"))?;
 /// fsdp::launch::local(2, |world| -> fsdp_models::Result<()> {
-///     let model = pretrained.model()?.fully_shard(&world.data_parallel_mesh())?;
-///     let report = pretrained.load(&model, Strictness::Strict)?;
+///     let mut model = pretrained.model()?.fully_shard(&world.data_parallel_mesh())?;
+///     let report = pretrained.load(&mut model, Strictness::Strict)?;
 ///     println!("{report}");
 ///     Ok(())
 /// })?;
@@ -140,7 +140,7 @@ impl Pretrained {
     ///
     /// # Errors
     /// As for [`Weights::load`].
-    pub fn load<M>(&self, model: &Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
+    pub fn load<M>(&self, model: &mut Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
         let mut report = self.weights.load_with(model, strictness, self.ties())?;
         if self.untied {
             let [(embedding, head)] = TIED;
@@ -186,8 +186,8 @@ impl Llama {
             let path = pretrained.weights.path().to_path_buf();
             return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
         }
-        let model = pretrained.model()?.fully_shard_with(mesh, config)?;
-        let report = pretrained.load(&model, Strictness::Strict)?;
+        let mut model = pretrained.model()?.fully_shard_with(mesh, config)?;
+        let report = pretrained.load(&mut model, Strictness::Strict)?;
         if report.has_remarks() && model.rank() == 0 {
             eprintln!("fsdp: note: `{}`: {report}", path.display());
         }

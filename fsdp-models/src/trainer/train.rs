@@ -74,7 +74,7 @@ pub fn shard(
     let mesh =
         world.mesh(&[("dp_outer", outer), ("dp_shard", world.size() / outer)]).map_err(fsdp::Error::from)?;
     let mesh = mesh.on(&options.device.of_rank(world)?)?;
-    let model = model.fully_shard_with(&mesh, &options.fsdp)?;
+    let mut model = model.fully_shard_with(&mesh, &options.fsdp)?;
     if let Some(file) = weights {
         model.load_weights(|spec, elements, values| {
             let read = file.read_range_f32(&spec.name, elements.start, values);

@@ -242,8 +242,8 @@ fn scaled_frequencies_are_refused_and_biases_are_unexpected() {
     write_gguf(&path, &gguf_metadata(&config), &all);
     let pretrained = Pretrained::open(&path).unwrap();
     assert_eq!(pretrained.check().unwrap().unexpected, ["blk.0.attn_q.bias"]);
-    let model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
-    let message = pretrained.load(&model, Strictness::Strict).unwrap_err().to_string();
+    let mut model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+    let message = pretrained.load(&mut model, Strictness::Strict).unwrap_err().to_string();
     assert!(message.ends_with("1 unexpected: blk.0.attn_q.bias"), "{message}");
 
     all.push(("rope_freqs.weight".into(), vector()));

@@ -128,8 +128,8 @@ fn a_head_that_differs_from_the_embedding_is_kept_whatever_the_configuration_say
             write_indexed(wrong.path(), &tied, &file, dtype, 3);
             let pretrained = Pretrained::open(wrong.path()).unwrap();
             assert!(!pretrained.config().tie_word_embeddings);
-            let model = pretrained.model().unwrap().fully_shard(&DeviceMesh::single()).unwrap();
-            let report = pretrained.load(&model, Strictness::Strict).unwrap();
+            let mut model = pretrained.model().unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+            let report = pretrained.load(&mut model, Strictness::Strict).unwrap();
             assert_eq!(
                 report.to_string(),
                 "21 tensors were loaded; lm_head.weight is not model.embed_tokens.weight, though `tie_word_embeddings` is true: \
@@ -157,8 +157,8 @@ fn report_of(dir: &Path) -> LoadReport {
 }
 
 fn report(dir: &Path, config: &LlamaConfig) -> LoadReport {
-    let model = Llama::new(config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
-    Pretrained::open(dir).unwrap().load(&model, Strictness::Strict).unwrap()
+    let mut model = Llama::new(config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
+    Pretrained::open(dir).unwrap().load(&mut model, Strictness::Strict).unwrap()
 }
 
 #[test]
@@ -203,9 +203,9 @@ fn all_that_does_not_fit_is_said_at_once_on_every_rank_and_nothing_changes() {
         path.display()
     );
     launch::local(3, |world| -> fsdp_models::Result<()> {
-        let model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
+        let mut model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
         let before = gathered(&model);
-        let error = Pretrained::open(dir.path())?.load(&model, Strictness::Strict).unwrap_err();
+        let error = Pretrained::open(dir.path())?.load(&mut model, Strictness::Strict).unwrap_err();
         assert_eq!(error.to_string(), expected);
         assert_same(&gathered(&model), &before);
         let mesh = world.data_parallel_mesh();
@@ -223,9 +223,9 @@ fn a_lenient_load_takes_what_fits_and_leaves_the_rest_as_it_is() {
     for precision in [MixedPrecision::F32, MixedPrecision::BF16] {
         launch::local(2, |world| -> fsdp_models::Result<()> {
             let fsdp = FsdpConfig { precision, ..FsdpConfig::default() };
-            let model = Llama::new(&config)?.fully_shard_with(&world.data_parallel_mesh(), &fsdp)?;
+            let mut model = Llama::new(&config)?.fully_shard_with(&world.data_parallel_mesh(), &fsdp)?;
             let mut expected = gathered(&model);
-            let report = Pretrained::open(dir.path())?.load(&model, Strictness::Lenient)?;
+            let report = Pretrained::open(dir.path())?.load(&mut model, Strictness::Lenient)?;
             let skipped = &report.skipped;
             assert_eq!(skipped.missing, ["model.norm.weight"]);
             assert_eq!(skipped.unexpected, ["model.layers.2.mlp.up_proj.weight"]);
@@ -260,10 +260,10 @@ fn ranks_that_have_other_files_all_fail_alike() {
     file.remove("model.norm.weight");
     write_single(bad.path(), &config, &file, Stored::F32);
     let messages = launch::local(3, |world| -> fsdp_models::Result<String> {
-        let model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
+        let mut model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
         let before = gathered(&model);
         let dir = if world.rank() == 1 { bad.path() } else { good.path() };
-        let error = Pretrained::open(dir)?.load(&model, Strictness::Strict).unwrap_err();
+        let error = Pretrained::open(dir)?.load(&mut model, Strictness::Strict).unwrap_err();
         assert_same(&gathered(&model), &before);
         Ok(error.to_string())
     })
@@ -282,8 +282,8 @@ fn a_file_cut_short_after_it_was_opened_is_an_error_with_the_offset_on_all_ranks
     let len = fs::metadata(&path).unwrap().len();
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(len - 100).unwrap();
     let messages = launch::local(2, |world| -> fsdp_models::Result<String> {
-        let model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
-        Ok(pretrained.load(&model, Strictness::Strict).unwrap_err().to_string())
+        let mut model = Llama::new(&config)?.fully_shard(&world.data_parallel_mesh())?;
+        Ok(pretrained.load(&mut model, Strictness::Strict).unwrap_err().to_string())
     })
     .unwrap();
     assert!(messages[0].starts_with(&format!("cannot read `{}`: ", path.display())), "{}", messages[0]);
@@ -327,8 +327,8 @@ fn any_model_loads_a_tied_parameter_by_any_of_its_names() {
         file.extend([content("middle.weight", 2)]);
         write_tensors(&path, &file, |_| Stored::F32);
         launch::local(2, |world| -> fsdp_models::Result<()> {
-            let model = Tied::new().fully_shard(&world.data_parallel_mesh())?;
-            let report = Weights::open(&path)?.load(&model, Strictness::Strict)?;
+            let mut model = Tied::new().fully_shard(&world.data_parallel_mesh())?;
+            let report = Weights::open(&path)?.load(&mut model, Strictness::Strict)?;
             assert_eq!(
                 (report.loaded, &report.ignored[..]),
                 (2, &ignored.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()[..])
@@ -363,13 +363,13 @@ fn a_fused_parameter_is_loaded_from_its_parts_and_saved_as_them() {
     };
     for ranks in 1..=3 {
         launch::local(ranks, |world| -> fsdp_models::Result<()> {
-            let model = model().fully_shard(&world.data_parallel_mesh())?;
-            let report = Weights::open(&path)?.load(&model, Strictness::Strict)?;
+            let mut model = model().fully_shard(&world.data_parallel_mesh())?;
+            let report = Weights::open(&path)?.load(&mut model, Strictness::Strict)?;
             assert_eq!(report.loaded, 3);
             assert_same(&gathered(&model), &file);
             let again = dir.path().join("again");
             save_pretrained(&model, &serde_json::Map::new(), &again, &SaveOptions::default())?;
-            Weights::open(&again)?.load(&model, Strictness::Strict)?;
+            Weights::open(&again)?.load(&mut model, Strictness::Strict)?;
             assert_same(&gathered(&model), &file);
             Ok(())
         })
@@ -379,9 +379,9 @@ fn a_fused_parameter_is_loaded_from_its_parts_and_saved_as_them() {
     file.remove("q_proj.weight");
     write_tensors(&path, &file, |_| Stored::BF16);
     launch::local(2, |world| -> fsdp_models::Result<()> {
-        let model = model().fully_shard(&world.data_parallel_mesh())?;
+        let mut model = model().fully_shard(&world.data_parallel_mesh())?;
         let mut expected = gathered(&model);
-        let report = Weights::open(&path)?.load(&model, Strictness::Lenient)?;
+        let report = Weights::open(&path)?.load(&mut model, Strictness::Lenient)?;
         assert_eq!(report.skipped.missing, ["q_proj.weight"]);
         expected.extend(file.clone());
         assert_same(&gathered(&model), &expected);

@@ -176,7 +176,8 @@ fn a_value_beyond_the_dtype_is_named_on_all_ranks_and_the_old_files_stay() {
     saved(&config, 1, &FsdpConfig::default(), dir.path(), &SaveOptions::default());
     let before = fs::read(dir.path().join("model.safetensors")).unwrap();
     launch::local(2, |world| -> fsdp_models::Result<()> {
-        let model = Llama::from_pretrained(dir.path(), &world.data_parallel_mesh(), &FsdpConfig::default())?;
+        let mut model =
+            Llama::from_pretrained(dir.path(), &world.data_parallel_mesh(), &FsdpConfig::default())?;
         model.load_weights(|spec, range, values| {
             if spec.name == "model.norm.weight" && range.contains(&5) {
                 values[5 - range.start] = 70_000.0;
@@ -234,8 +235,8 @@ fn what_came_with_a_model_goes_with_it() {
     fs::write(source.path().join("generation_config.json"), generation.to_string()).unwrap();
     launch::local(2, |world| -> fsdp_models::Result<()> {
         let pretrained = Pretrained::open(source.path())?;
-        let model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
-        pretrained.load(&model, Strictness::Strict)?;
+        let mut model = Llama::new(pretrained.config())?.fully_shard(&world.data_parallel_mesh())?;
+        pretrained.load(&mut model, Strictness::Strict)?;
         pretrained.save(&model, target.path(), &SaveOptions::default())
     })
     .unwrap();

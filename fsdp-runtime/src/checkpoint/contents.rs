@@ -251,7 +251,9 @@ impl<'a> Contents<'a> {
             let memory = match piece.memory {
                 Memory::Bytes(bytes) => Memory::Bytes(bytes),
                 Memory::Held(slice) => {
-                    let copy = account.allocate_on_host(Category::Snapshot, slice.dtype(), slice.len())?;
+                    // SAFETY: it is written here, before anybody else knows of it, and then only read.
+                    let copy =
+                        unsafe { account.allocate_on_host(Category::Snapshot, slice.dtype(), slice.len()) }?;
                     // SAFETY: the copy is new and ours alone; nothing is under way (`settle`), and while the state is
                     // borrowed no one changes it.
                     backend.download(&slice, unsafe { copy.as_mut_bytes() })?;

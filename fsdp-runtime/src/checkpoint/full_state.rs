@@ -176,7 +176,8 @@ fn load_params(
             if left_out.weight(tensor.name) || tensor.elements.is_empty() {
                 continue;
             }
-            let values = engine.account.allocate_briefly(Dtype::F32, tensor.elements.len())?;
+            // SAFETY: it is known to this call only, which writes it before it uses it on the compute stream.
+            let values = unsafe { engine.account.allocate_briefly(Dtype::F32, tensor.elements.len()) }?;
             if group.is_first() && outcome.is_ok() {
                 let copy = |out: &mut [f32]| copy_values(&state[tensor.name], out);
                 // SAFETY: the buffer is new and ours alone.

@@ -54,8 +54,8 @@ pub(super) fn write(
     let mut offset = header.len() as u64;
     let mut parts = Vec::with_capacity(pieces.len());
     for piece in pieces {
-        // SAFETY: what is held is borrowed, or a copy that is ours alone; nothing is under way (`settle`) that
-        // writes it.
+        // SAFETY: what is held is a copy that is ours alone, or is borrowed until the save is over, by the `Contents` that the
+        // caller gave: what writes weights or state borrows it mutably. Nothing that writes it is under way (`settle`).
         let bytes = unsafe { piece.memory.bytes() };
         let mut crc32 = Vec::with_capacity(bytes.len().div_ceil(BLOCK));
         // Blocks are written while they are still in the cache from the checksum.

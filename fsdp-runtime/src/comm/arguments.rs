@@ -30,6 +30,7 @@ impl Caller {
             }
             self.share(call, i, (&part.recv, "recv"), (&part.send, "send"))?;
         }
+        self.apart(call, parts.iter().map(|part| (&part.recv, Some(&part.send))))?;
         Ok(parts.iter().map(|part| part.send.bytes()).sum::<usize>() * (self.size - 1))
     }
 
@@ -46,17 +47,19 @@ impl Caller {
             }
             self.share(call, i, (&part.send, "send"), (&part.recv, "recv"))?;
         }
+        self.apart(call, parts.iter().map(|part| (&part.recv, Some(&part.send))))?;
         Ok(parts.iter().map(|part| part.send.bytes() / self.size).sum::<usize>() * (self.size - 1))
     }
 
-    /// The bytes that come from other ranks in an all-reduce: this rank's share of each part from every peer for the
-    /// sum, and the peers' shares of the result.
-    pub(super) fn all_reduce(&self, parts: &[(Slice, f32)]) -> usize {
+    /// Checks an all-reduce; gives the bytes that come from other ranks: this rank's share of each part from every peer for
+    /// the sum, and the peers' shares of the result.
+    pub(super) fn all_reduce(&self, call: &Call, parts: &[(Slice, f32)]) -> Result<usize, CommError> {
+        self.apart(call, parts.iter().map(|(data, _)| (data, None)))?;
         let from_peers = |(data, _): &(Slice, f32)| {
             let own = share(data, self.index, self.size).bytes();
             own * (self.size - 1) + data.bytes() - own
         };
-        parts.iter().map(from_peers).sum()
+        Ok(parts.iter().map(from_peers).sum())
     }
 
     /// The same for a broadcast, which is checked.
@@ -77,13 +80,14 @@ impl Caller {
                 format!("recv has {} elements, expected {}, as many as send", recv.len(), send.len())
             } else if !send.len().is_multiple_of(size) {
                 format!("{} elements cannot be cut into {size} equal chunks, one a rank", send.len())
-            } else if overlap(send, recv) {
+            } else if send.overlaps(recv) {
                 "send and recv overlap, expected memory apart".to_owned()
             } else {
                 continue;
             };
             return Err(self.invalid(call, format!("part {i}: {wrong}")));
         }
+        self.apart(call, parts.iter().map(|part| (&part.recv, Some(&part.send))))?;
         let from_peers = |part: &Exchange| part.recv.bytes() - share(&part.recv, index, size).bytes();
         Ok(parts.iter().map(from_peers).sum())
     }
@@ -105,6 +109,24 @@ impl Caller {
         Err(CommError::Invalid { rank: *rank, message })
     }
 
+    /// Checks that what a part writes, the first of its slices, is apart from the slices of all other parts.
+    fn apart<'a>(
+        &self,
+        call: &Call,
+        parts: impl Iterator<Item = (&'a Slice, Option<&'a Slice>)> + Clone,
+    ) -> Result<(), CommError> {
+        for (i, (written, _)) in parts.clone().enumerate() {
+            let others = parts.clone().enumerate().filter(|(other, _)| *other != i);
+            for (other, (first, second)) in others {
+                if [Some(first), second].into_iter().flatten().any(|slice| slice.overlaps(written)) {
+                    let message = format!("part {i} writes memory that part {other} uses too");
+                    return Err(self.invalid(call, message));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that `part`, the rank's share of `whole`, is `1 / size` of it and lies nowhere in it but in its
     /// place.
     fn share(
@@ -115,7 +137,7 @@ impl Caller {
         (part, part_name): (&Slice, &str),
     ) -> Result<(), CommError> {
         let Caller { index, size, .. } = *self;
-        if whole.len() != size * part.len() {
+        if size.checked_mul(part.len()) != Some(whole.len()) {
             let message = format!(
                 "part {i}: {whole_name} has {} elements, expected {size} ranks x {} of {part_name}",
                 whole.len(),
@@ -123,7 +145,7 @@ impl Caller {
             );
             return Err(self.invalid(call, message));
         }
-        if overlap(whole, part) && !same_place(&share(whole, index, size), part) {
+        if whole.overlaps(part) && !same_place(&share(whole, index, size), part) {
             let message = format!(
                 "part {i}: {part_name} overlaps {whole_name} without being its part of rank {index}, elements {:?}",
                 index * part.len()..(index + 1) * part.len()
@@ -137,11 +159,6 @@ impl Caller {
 /// The part of `whole` that belongs to `rank`: all have the same length, or differ by one element.
 pub(super) fn share(whole: &Slice, rank: usize, size: usize) -> Slice {
     whole.range(rank * whole.len() / size..(rank + 1) * whole.len() / size)
-}
-
-fn overlap(a: &Slice, b: &Slice) -> bool {
-    let (a_start, b_start) = (a.as_ptr() as usize, b.as_ptr() as usize);
-    !a.is_empty() && !b.is_empty() && a_start < b_start + b.bytes() && b_start < a_start + a.bytes()
 }
 
 pub(super) fn same_place(a: &Slice, b: &Slice) -> bool {

@@ -120,8 +120,27 @@ pub enum HostOp {
     Min,
 }
 
-/// Makes a slice of so many zeros, of its own memory.
-pub type Allocate = Arc<dyn Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync>;
+/// Makes slices of new memory: zeros.
+#[derive(Clone)]
+pub struct Allocate(Arc<dyn Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync>);
+
+impl Allocate {
+    /// By a function that is given the dtype and the number of elements.
+    pub fn new(make: impl Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync + 'static) -> Allocate {
+        Allocate(Arc::new(make))
+    }
+
+    /// A slice of `len` zeros.
+    ///
+    /// # Errors
+    /// Those of the function.
+    ///
+    /// # Safety
+    /// As for [`Slice::zeros_in`](crate::device::Slice::zeros_in).
+    pub unsafe fn allocate(&self, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        (self.0)(dtype, len)
+    }
+}
 
 /// How memory is registered with a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -153,7 +172,13 @@ impl std::fmt::Display for Registration {
 /// has returned. That is known of ranks whose own threads, those of [`launch`](crate::launch), call their collectives, on
 /// streams that they have made themselves. Should other threads call some for a rank, let them have communicators that
 /// only they use.
-pub trait Communicator: Send + Sync {
+///
+/// # Safety
+/// A collective that is enqueued uses no memory but that of its slices and of [`Communicator::allocate_by`], in the order of
+/// its stream: it writes what is said of each, and reads what its ranks send; when the stream has passed it, no rank uses
+/// this rank's slices any more. Arguments that do not fit are refused. [`Communicator::rank`] is below
+/// [`Communicator::size`], and both stay as they are.
+pub unsafe trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;
 

@@ -18,12 +18,12 @@ pub unsafe fn read_anywhere<R>(
     read: impl FnOnce(&[f32]) -> R,
 ) -> Result<R, CommError> {
     if slice.block().is_host() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise, which is that of `read_f32`.
         return Ok(unsafe { read_f32(slice, read) });
     }
-    let copy = Slice::zeros(slice.dtype(), slice.len(), None);
-    // SAFETY: the copy is new and ours alone.
+    // SAFETY: the copy stays in this call, which waits for the backend's copies.
     unsafe {
+        let copy = Slice::zeros(slice.dtype(), slice.len(), None);
         backend.download(slice, copy.as_mut_bytes())?;
         Ok(read_f32(&copy, read))
     }
@@ -46,9 +46,9 @@ pub unsafe fn update_anywhere<R>(
         // SAFETY: the caller's promise.
         return Ok(unsafe { update_f32(slice, update) });
     }
-    let copy = Slice::zeros(slice.dtype(), slice.len(), None);
-    // SAFETY: the copy is new and ours alone.
+    // SAFETY: the copy stays in this call, which waits for the backend's copies.
     unsafe {
+        let copy = Slice::zeros(slice.dtype(), slice.len(), None);
         backend.download(slice, copy.as_mut_bytes())?;
         let result = update_f32(&copy, update);
         backend.upload(copy.as_bytes(), slice)?;
@@ -62,7 +62,7 @@ pub unsafe fn update_anywhere<R>(
 /// As for [`update_anywhere`].
 ///
 /// # Safety
-/// As for [`update_anywhere`], for each of them.
+/// As for [`update_anywhere`], for each of them: no two overlap.
 pub unsafe fn update_all_anywhere<R>(
     backend: &dyn Backend,
     slices: &[Slice],
@@ -71,15 +71,20 @@ pub unsafe fn update_all_anywhere<R>(
     let copies: Vec<Slice> = slices
         .iter()
         .map(|slice| {
-            if slice.block().is_host() { slice.clone() } else { Slice::zeros(Dtype::F32, slice.len(), None) }
+            if slice.block().is_host() {
+                return slice.clone();
+            }
+            // SAFETY: the copy stays in this call, which waits for the backend's copies.
+            unsafe { Slice::zeros(Dtype::F32, slice.len(), None) }
         })
         .collect();
     let away = || slices.iter().zip(&copies).filter(|(slice, _)| !slice.block().is_host());
     for (slice, copy) in away() {
-        // SAFETY: the copy is new and ours alone.
+        // SAFETY: the copy was made above, for this slice, and no reference to it is kept.
         backend.download(slice, unsafe { copy.as_mut_bytes() })?;
     }
-    // SAFETY: the copies are ours alone; for slices of the host it is the caller's promise.
+    // SAFETY: each copy is known to this call only and borrowed once; for slices of the host it is the caller's promise, made
+    // for each of them, so that no two overlap.
     let result = update(copies.iter().map(|slice| unsafe { slice.as_mut_slice::<f32>() }).collect());
     for (slice, copy) in away() {
         // SAFETY: nobody writes the copy any more.

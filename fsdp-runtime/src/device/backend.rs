@@ -10,7 +10,12 @@ use crate::comm::CommError;
 
 /// What a rank computes on: where candle's tensors are, the flat buffers beside them, the streams, and the way between
 /// them and the host.
-pub trait Backend: Send + Sync + fmt::Debug {
+///
+/// # Safety
+/// [`Backend::download`] and [`Backend::upload`] touch no memory but what they are given, in the order of the compute stream;
+/// they return when they are done with it. [`Backend::compute`] is one and the same stream at each call, and that of the ops
+/// on [`Backend::tensors`].
+pub unsafe trait Backend: Send + Sync + fmt::Debug {
     /// candle's device of it.
     fn tensors(&self) -> &candle_core::Device;
 
@@ -55,12 +60,14 @@ pub trait Backend: Send + Sync + fmt::Debug {
 }
 
 /// Kernels of a device, in the order of its compute stream.
-pub trait Kernels {
-    /// One step of AdamW on the elements of `runs`. All slices are as long, moments are of f32; gradients are multiplied
-    /// with `grad_scale` first.
+///
+/// # Safety
+/// They touch no memory but the elements that they are given.
+pub unsafe trait Kernels {
+    /// One step of AdamW on the elements of `runs`; gradients are multiplied with `grad_scale` first.
     ///
     /// # Errors
-    /// Those of the stream.
+    /// If the slices differ in length, the moments are not of f32, or a run is not inside; those of the stream.
     fn adamw(
         &self,
         runs: &[AdamWRun],
@@ -111,7 +118,9 @@ pub struct AdamWScalars {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuBackend;
 
-impl Backend for CpuBackend {
+// SAFETY: copies run here and now, on the slice and the bytes that they are given. Ops on candle's tensors run in the
+// calling thread, and that is where a compute stream runs its work, each one of them.
+unsafe impl Backend for CpuBackend {
     fn tensors(&self) -> &candle_core::Device {
         &candle_core::Device::Cpu
     }
@@ -133,13 +142,14 @@ impl Backend for CpuBackend {
     }
 
     fn download(&self, from: &Slice, to: &mut [u8]) -> Result<(), CommError> {
-        // SAFETY: the caller's order of the compute stream, which is this thread, lets it read `from` now.
+        // SAFETY: this is the copy's place in the order of the compute stream, which is this thread's; those who made
+        // `from` have put the writes of it before or behind.
         to.copy_from_slice(unsafe { from.as_bytes() });
         Ok(())
     }
 
     fn upload(&self, from: &[u8], to: &Slice) -> Result<(), CommError> {
-        // SAFETY: the caller's order of the compute stream, which is this thread, lets it write `to` now.
+        // SAFETY: as in `download`, for all uses of `to`.
         unsafe { to.as_mut_bytes() }.copy_from_slice(from);
         Ok(())
     }

@@ -1,17 +1,26 @@
 //! Flat device memory and typed slices of it.
 //!
-//! # Safety invariant of this module
-//! A [`Buffer`] is one allocation, shared by `Arc`: it lives as long as any [`Slice`] of it. Its bytes are
-//! reached only through the unsafe accessors of [`Slice`], whose callers promise that, for as long as the
-//! returned reference lives, no other thread accesses the same elements in a conflicting way. The runtime
-//! keeps that promise by ordering every access with stream order and events; collectives publish slices only
-//! between their rendezvous.
+//! # Who answers for the memory
+//! A [`Buffer`] is one allocation, shared by `Arc`: it lives as long as any [`Slice`] of it. A slice is a handle: clones
+//! and ranges of it share the bytes, and ops and collectives that are given one use them later, on other threads. No type
+//! says who uses which element when. So **making a slice is `unsafe`**, and its maker answers for all that is done with it,
+//! its clones and its ranges:
+//!
+//! > Any two uses of an element, at least one of which writes it, come one after the other: by the order of a stream, by
+//! > events between streams, by the meeting of the ranks in a collective, or by the order of the program.
+//!
+//! A use is an op on a stream or a collective, from the call until the stream has done it, or a reference that an
+//! accessor has made, as long as it lives. Who makes slices gives them only to code of which it knows all uses, never to
+//! code of the user: safe code that has no slice has no way to the memory. What takes slices (streams, backends,
+//! communicators) checks all that it can see (lengths, dtypes, devices, overlaps of its arguments), and is safe to call:
+//! the order is its slices' makers' affair. The accessors, which make references, are `unsafe` beside: how long a
+//! reference lives is known only where it is made.
 
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::memory::{Block, HostMemory, Memory};
+use super::memory::{Block, HostMemory, Memory, too_large};
 use crate::comm::CommError;
 use crate::spec::Dtype;
 
@@ -24,6 +33,7 @@ pub type OnFree = Box<dyn Fn(usize) + Send + Sync>;
 
 /// One allocation, 64-byte aligned and zero-filled at birth.
 pub struct Buffer {
+    /// Of `bytes` bytes, for as long as `block` lives.
     ptr: NonNull<u8>,
     bytes: usize,
     /// Gives the memory back when it is dropped.
@@ -31,10 +41,10 @@ pub struct Buffer {
     on_free: Option<OnFree>,
 }
 
-// SAFETY: a Buffer is an owned allocation without thread affinity; access to its bytes is governed by the
-// contract of `Slice::{as_slice, as_mut_slice}`.
+// SAFETY: only `ptr` keeps it from being `Send` by itself. It is of a block, which is `Send`, and by the contract of
+// `Block` the memory is that of the block from any thread.
 unsafe impl Send for Buffer {}
-// SAFETY: as above; `&Buffer` alone gives no access to the bytes.
+// SAFETY: as above; `&Buffer` gives the address and the length, which do not change, and no access to the bytes.
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
@@ -67,19 +77,29 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// A range of elements of one dtype inside a [`Buffer`]; cloning it shares the memory.
+/// A range of elements of one dtype inside a [`Buffer`]; cloning it shares the memory. Who makes one answers for the order
+/// of its uses.
 #[derive(Clone, Debug)]
 pub struct Slice {
     buffer: Arc<Buffer>,
     dtype: Dtype,
+    /// In elements of `dtype`; `(start + len) * dtype.size()` is at most `buffer.bytes`.
     start: usize,
     len: usize,
 }
 
-/// Rust types that can stand for a [`Dtype`].
-pub trait Element: Copy + Send + Sync + bytemuck::Pod {
+/// Rust types that can stand for a [`Dtype`]: `f32`, [`bf16`](half::bf16) and [`f16`](half::f16), and no others.
+pub trait Element: Copy + Send + Sync + bytemuck::Pod + sealed::Sealed {
     /// The dtype it stands for.
     const DTYPE: Dtype;
+}
+
+mod sealed {
+    /// Keeps other types from standing for a dtype, whose size is trusted.
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
+    impl Sealed for half::f16 {}
 }
 
 impl Element for f32 {
@@ -96,27 +116,50 @@ impl Slice {
     /// A new buffer of `len` zeros in `memory`, whole.
     ///
     /// # Errors
-    /// Those of [`Memory::allocate`].
-    pub fn zeros_in(
+    /// [`CommError::Memory`] if so many bytes cannot be counted, and those of [`Memory::allocate`].
+    ///
+    /// # Safety
+    /// Any two uses of an element of it, at least one of which writes, come one after the other, as the module says.
+    pub unsafe fn zeros_in(
         memory: &dyn Memory,
         dtype: Dtype,
         len: usize,
         on_free: Option<OnFree>,
     ) -> Result<Slice, CommError> {
-        Ok(Slice { buffer: Buffer::new(memory, len * dtype.size(), on_free)?, dtype, start: 0, len })
+        let bytes = len.checked_mul(dtype.size()).ok_or_else(|| too_large(dtype, len))?;
+        Ok(Slice { buffer: Buffer::new(memory, bytes, on_free)?, dtype, start: 0, len })
     }
 
     /// A new buffer of `len` zeros in host memory, whole.
     ///
     /// # Panics
     /// If there is no such memory.
-    pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
-        Self::zeros_in(&HostMemory, dtype, len, on_free).unwrap_or_else(|error| panic!("{error}"))
+    ///
+    /// # Safety
+    /// As for [`Slice::zeros_in`].
+    pub unsafe fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
+        // SAFETY: the caller's promise.
+        let slice = unsafe { Self::zeros_in(&HostMemory, dtype, len, on_free) };
+        slice.unwrap_or_else(|error| panic!("{error}"))
     }
 
     /// The allocation it is a part of, as its memory knows it.
     pub fn block(&self) -> &dyn Block {
         &*self.buffer.block
+    }
+
+    fn check_range(&self, range: &Range<usize>) {
+        let inside = range.start <= range.end && range.end <= self.len;
+        assert!(inside, "slice {range:?} out of {} elements", self.len);
+    }
+
+    /// Whether an element of `other` is an element of this slice too, or shares bytes with one.
+    pub(crate) fn overlaps(&self, other: &Slice) -> bool {
+        let (start, other_start) = (self.as_ptr() as usize, other.as_ptr() as usize);
+        !self.is_empty()
+            && !other.is_empty()
+            && start < other_start + other.bytes()
+            && other_start < start + self.bytes()
     }
 
     fn check_access<T: Element>(&self, how: &str) {
@@ -153,11 +196,7 @@ impl Slice {
     /// # Panics
     /// If `range` is not inside `0..len`.
     pub fn range(&self, range: Range<usize>) -> Slice {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "slice {range:?} out of {} elements",
-            self.len
-        );
+        self.check_range(&range);
         Slice {
             buffer: self.buffer.clone(),
             dtype: self.dtype,
@@ -172,7 +211,12 @@ impl Slice {
     /// If it has no room for them.
     #[cfg(feature = "cuda")]
     pub(crate) fn reinterpreted(&self, dtype: Dtype, len: usize) -> Slice {
-        assert!(len * dtype.size() <= self.bytes(), "{len} elements of {dtype} in {} bytes", self.bytes());
+        let bytes = len.checked_mul(dtype.size());
+        assert!(
+            bytes.is_some_and(|bytes| bytes <= self.bytes()),
+            "{len} elements of {dtype} in {} bytes",
+            self.bytes()
+        );
         let start = self.start * self.dtype.size();
         assert!(start.is_multiple_of(dtype.size()), "a slice that begins inside an element");
         Slice { buffer: self.buffer.clone(), dtype, start: start / dtype.size(), len }
@@ -180,7 +224,9 @@ impl Slice {
 
     /// Address of the first element.
     pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: `start` and `len` are inside the allocation by construction of `zeros` and `range`.
+        // SAFETY: `start` elements are at most the bytes of the allocation, by the field's invariant: `zeros_in` begins
+        // with 0 and a checked length, `range` and `reinterpreted` stay inside of what they are made of. The allocation
+        // has these bytes by the contract of `Memory`.
         unsafe { self.buffer.ptr.as_ptr().add(self.start * self.dtype.size()) }
     }
 
@@ -193,8 +239,9 @@ impl Slice {
     /// If `T` is not the slice's dtype, or the memory is not the host's.
     pub unsafe fn as_slice<T: Element>(&self) -> &[T] {
         self.check_access::<T>("read");
-        // SAFETY: in bounds and initialised (zeros at birth), aligned because buffers are 64-byte aligned and
-        // starts are whole elements; no concurrent writer by the caller's promise.
+        // SAFETY: `T` is the dtype's type, `Element` being sealed, so that `len` of it are inside the allocation as in
+        // `as_ptr`; the memory is the host's; initialised (zeros at birth), and any bits are a `T`; aligned, because
+        // buffers are aligned to 64 bytes and starts are whole elements; no writer by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>(), self.len) }
     }
 
@@ -220,7 +267,7 @@ impl Slice {
     /// # Panics
     /// If `T` is not the slice's dtype, `range` is not inside `0..len`, or the memory is not the host's.
     pub unsafe fn part_as_slice<T: Element>(&self, range: Range<usize>) -> &[T] {
-        assert!(range.start <= range.end && range.end <= self.len);
+        self.check_range(&range);
         self.check_access::<T>("read");
         // SAFETY: in bounds by the assertion, otherwise as in `as_slice`.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>().add(range.start), range.len()) }
@@ -235,7 +282,7 @@ impl Slice {
     /// As for [`Slice::part_as_slice`].
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn part_as_mut_slice<T: Element>(&self, range: Range<usize>) -> &mut [T] {
-        assert!(range.start <= range.end && range.end <= self.len);
+        self.check_range(&range);
         self.check_access::<T>("written");
         // SAFETY: in bounds by the assertion, otherwise as in `as_mut_slice`.
         unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>().add(range.start), range.len()) }

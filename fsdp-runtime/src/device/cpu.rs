@@ -38,7 +38,9 @@ impl CpuEvent {
     }
 }
 
-impl Event for CpuEvent {
+// SAFETY: it is completed by the stream's worker, where it comes to it in its queue; the lock makes what came before seen.
+// Nobody takes the outcome away.
+unsafe impl Event for CpuEvent {
     fn synchronize(&self) -> Result<(), CommError> {
         let mut state = self.state.lock();
         // Only a thread of the same rank knows what the worker is up to.
@@ -69,7 +71,8 @@ impl Event for CpuEvent {
 /// An event that lies in the past.
 struct Passed(Result<(), CommError>);
 
-impl Event for Passed {
+// SAFETY: it is made by a stream whose work runs where it is submitted, after the work; or by one that never ran any.
+unsafe impl Event for Passed {
     fn synchronize(&self) -> Result<(), CommError> {
         self.0.clone()
     }
@@ -152,7 +155,8 @@ impl CpuStream {
     }
 }
 
-impl Stream for CpuStream {
+// SAFETY: one worker takes what is submitted from a queue, in order, and runs it to its end before it takes the next.
+unsafe impl Stream for CpuStream {
     fn name(&self) -> &str {
         &self.name
     }
@@ -302,7 +306,8 @@ impl ComputeStream {
     }
 }
 
-impl Stream for ComputeStream {
+// SAFETY: work runs to its end in the call that submits it.
+unsafe impl Stream for ComputeStream {
     fn name(&self) -> &str {
         &self.name
     }

@@ -15,16 +15,20 @@ pub enum Fill {
     Poison,
 }
 
-/// What a stream can do with flat buffers, element by element.
+/// What a stream can do with flat buffers, element by element: made by [`fill`], [`scale`], [`cast`], [`move_towards`] and
+/// [`swap`], which check what it takes.
 #[derive(Clone, Debug)]
-pub enum Elementwise {
+pub struct Elementwise(Op);
+
+#[derive(Clone, Debug)]
+pub(crate) enum Op {
     /// Fills a slice.
     Fill(Slice, Fill),
     /// Multiplies a slice by a factor, in f32.
     Scale(Slice, f32),
-    /// Copies the first slice to the second, which is as long, rounding to nearest even.
+    /// Copies the first slice to the second, which is as long and apart from it, rounding to nearest even.
     Cast(Slice, Slice),
-    /// [`move_average`] of the first slice towards the second, both of f32 and as long, with this decay.
+    /// [`move_average`] of the first slice towards the second, both of f32, as long and apart, with this decay.
     Move(Slice, Slice, f64),
     /// Exchanges the elements of two slices of one dtype and length, apart from each other.
     Swap(Slice, Slice),
@@ -32,101 +36,105 @@ pub enum Elementwise {
 
 /// Fills `slice`, in stream order.
 ///
-/// The caller's stream order must make the stream the only one that uses these elements.
-///
 /// # Errors
 /// Those of [`Stream::elementwise`].
 pub fn fill(stream: &dyn Stream, slice: &Slice, value: Fill) -> Result<(), CommError> {
     if slice.is_empty() {
         return Ok(());
     }
-    stream.elementwise(Elementwise::Fill(slice.clone(), value))
+    stream.elementwise(Elementwise(Op::Fill(slice.clone(), value)))
 }
 
 /// Multiplies a slice by `factor`, in f32, in stream order.
 ///
-/// The caller's stream order must make the stream the only one that uses these elements.
-///
 /// # Errors
 /// Those of [`Stream::elementwise`].
 pub fn scale(stream: &dyn Stream, slice: &Slice, factor: f32) -> Result<(), CommError> {
-    stream.elementwise(Elementwise::Scale(slice.clone(), factor))
+    stream.elementwise(Elementwise(Op::Scale(slice.clone(), factor)))
 }
 
 /// `to = from`, element by element, rounding to nearest even, in stream order; the lengths must be equal.
-///
-/// The caller's stream order must make the stream the only one that uses `to`, and no one may write `from`.
 ///
 /// # Errors
 /// Those of [`Stream::elementwise`].
 ///
 /// # Panics
-/// If the lengths differ.
+/// If the lengths differ, or the slices overlap.
 pub fn cast(stream: &dyn Stream, from: &Slice, to: &Slice) -> Result<(), CommError> {
     assert_eq!(from.len(), to.len(), "cast between buffers of different lengths");
-    stream.elementwise(Elementwise::Cast(from.clone(), to.clone()))
+    assert!(!from.overlaps(to), "cast between buffers that overlap");
+    stream.elementwise(Elementwise(Op::Cast(from.clone(), to.clone())))
 }
 
 /// [`move_average`], in stream order; both are of f32 and as long. On a device an average that equals its weight may
 /// change by its rounding.
 ///
-/// The caller's stream order must make the stream the only one that uses `average`, and no one may write `weights`.
-///
 /// # Errors
 /// Those of [`Stream::elementwise`].
 ///
 /// # Panics
-/// If the lengths differ.
+/// If a dtype is not f32, the lengths differ, or the slices overlap.
 pub fn move_towards(
     stream: &dyn Stream,
     average: &Slice,
     weights: &Slice,
     decay: f64,
 ) -> Result<(), CommError> {
+    assert_eq!((average.dtype(), weights.dtype()), (Dtype::F32, Dtype::F32), "an average that is not of f32");
     assert_eq!(average.len(), weights.len(), "an average and its weights differ in length");
-    stream.elementwise(Elementwise::Move(average.clone(), weights.clone(), decay))
+    assert!(!average.overlaps(weights), "an average that overlaps its weights");
+    stream.elementwise(Elementwise(Op::Move(average.clone(), weights.clone(), decay)))
 }
 
 /// Exchanges the elements of two slices of one dtype and length, in stream order.
-///
-/// The caller's stream order must make the stream the only one that uses either.
 ///
 /// # Errors
 /// Those of [`Stream::elementwise`].
 ///
 /// # Panics
-/// If the dtypes or lengths differ.
+/// If the dtypes or lengths differ, or the slices overlap.
 pub fn swap(stream: &dyn Stream, a: &Slice, b: &Slice) -> Result<(), CommError> {
     assert_eq!((a.dtype(), a.len()), (b.dtype(), b.len()), "an exchange of buffers that differ");
-    stream.elementwise(Elementwise::Swap(a.clone(), b.clone()))
+    assert!(!a.overlaps(b), "an exchange of buffers that overlap");
+    stream.elementwise(Elementwise(Op::Swap(a.clone(), b.clone())))
 }
 
 impl Elementwise {
+    /// What it is: that the slices fit together is checked.
+    #[cfg(feature = "cuda-driver")]
+    pub(crate) fn op(&self) -> &Op {
+        &self.0
+    }
+
     /// Does it, in host memory.
     ///
     /// # Safety
     /// While it runs no one else uses the slice that is written, and no one writes the one that is read.
-    pub unsafe fn run(&self) {
-        // SAFETY: the caller's promise is that of the functions called.
+    ///
+    /// # Panics
+    /// If a slice is of a device.
+    pub(crate) unsafe fn run(&self) {
+        // SAFETY: no one else uses the slices, by the caller's promise; that two slices of one op are apart was checked
+        // when it was made, so that no two of the references made here meet.
         unsafe {
-            match self {
-                Elementwise::Fill(slice, value) => match slice.dtype() {
+            match &self.0 {
+                Op::Fill(slice, value) => match slice.dtype() {
                     Dtype::F32 => fill_all(slice, *value, 0f32, f32::NAN),
                     Dtype::BF16 => fill_all(slice, *value, bf16::ZERO, bf16::NAN),
                     Dtype::F16 => fill_all(slice, *value, f16::ZERO, f16::NAN),
                 },
-                Elementwise::Scale(slice, factor) => {
+                Op::Scale(slice, factor) => {
                     update_f32(slice, |values| values.iter_mut().for_each(|value| *value *= factor));
                 }
-                Elementwise::Cast(from, to) => match from.dtype() {
+                Op::Cast(from, to) => match from.dtype() {
                     Dtype::F32 => write(to, from.as_slice::<f32>().iter().copied()),
                     Dtype::BF16 => write(to, from.as_slice::<bf16>().iter().map(|x| x.to_f32())),
                     Dtype::F16 => write(to, from.as_slice::<f16>().iter().map(|x| x.to_f32())),
                 },
-                Elementwise::Move(average, weights, decay) => {
+                Op::Move(average, weights, decay) => {
                     move_average(average.as_mut_slice::<f32>(), weights.as_slice::<f32>(), *decay);
                 }
-                Elementwise::Swap(a, b) => a.as_mut_bytes().swap_with_slice(b.as_mut_bytes()),
+                Op::Swap(a, b) => a.as_mut_bytes().swap_with_slice(b.as_mut_bytes()),
             }
         }
     }

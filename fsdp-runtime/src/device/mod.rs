@@ -29,6 +29,8 @@ pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
 pub use clock::now;
 #[cfg(feature = "cuda-driver")]
 pub(crate) use cuda::HostRange;
+#[cfg(feature = "cuda-driver")]
+pub(crate) use elementwise::Op;
 pub use elementwise::{Elementwise, Fill, cast, fill, move_towards, scale, swap};
 pub use memory::{Block, HostMemory, Memory};
 #[cfg(not(feature = "cuda-driver"))]

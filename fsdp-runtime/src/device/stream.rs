@@ -7,7 +7,11 @@ use super::{Elementwise, Slice};
 use crate::comm::CommError;
 
 /// A point in a stream's order.
-pub trait Event: Send + Sync {
+///
+/// # Safety
+/// [`Event::synchronize`] returns, and [`Event::is_complete`] is true, only when the work that was submitted before the point
+/// is over: done, failed, or dropped without being run. What it did to memory is then seen by the caller. It stays so.
+pub unsafe trait Event: Send + Sync {
     /// Blocks the calling host thread until the stream has passed this point.
     ///
     /// # Errors
@@ -31,26 +35,31 @@ pub trait Mark: Send + Sync {
 pub type Work = Box<dyn FnOnce() -> Result<(), CommError> + Send>;
 
 /// An in-order queue of device work.
-pub trait Stream: Send + Sync {
+///
+/// # Safety
+/// Work on memory is ordered by streams. Work runs once or never, after all work whose submission came before in the
+/// order of the program, and not beside it; [`Stream::wait`] orders what is submitted later after the event;
+/// [`Stream::record`] returns an event of this stream; [`Stream::elementwise`] touches no memory but what its op names.
+pub unsafe trait Stream: Send + Sync {
     /// Name of the lane in traces: `compute`, `all-gather`, `reduce`.
     fn name(&self) -> &str;
 
     /// Runs `work` on the host after all that was submitted before, and before what is submitted after. On the compute
-    /// stream of the CPU it runs at once, in the calling thread. It must not call the device.
+    /// stream of the CPU it runs at once, in the calling thread. CUDA refuses calls of the device that it makes.
     ///
     /// # Errors
     /// On a stream that runs in the calling thread, those of `work`; otherwise they surface at the next
     /// event.
     fn submit(&self, work: Work) -> Result<(), CommError>;
 
-    /// Does `op` after all that was submitted before. The caller's stream order must make the stream the only one that
-    /// uses what is written, and no one may write what is read.
+    /// Does `op` after all that was submitted before.
     ///
     /// # Errors
     /// As for [`Stream::submit`].
     fn elementwise(&self, op: Elementwise) -> Result<(), CommError> {
         self.submit(Box::new(move || {
-            // SAFETY: the caller's stream order is what is asked for here.
+            // SAFETY: this is the op's place in the order of the stream, which those who made the slices have put
+            // all other uses of them before or behind.
             unsafe { op.run() };
             Ok(())
         }))

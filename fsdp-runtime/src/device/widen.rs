@@ -56,8 +56,9 @@ mod tests {
     #[test]
     fn values_are_widened_changed_and_rounded() {
         for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
-            let slice = Slice::zeros(dtype, 3, None);
-            // SAFETY: the slice is new and ours alone.
+            // SAFETY: it stays in this thread, which uses it once at a time.
+            let slice = unsafe { Slice::zeros(dtype, 3, None) };
+            // SAFETY: as above.
             let seen = unsafe {
                 update_f32(&slice, |values| values.copy_from_slice(&[1.0, -2.5, 1.0 + f32::EPSILON]));
                 read_f32(&slice, <[f32]>::to_vec)

@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::core::{Engine, State};
+use super::core::Engine;
 use super::fsdp::Fsdp;
 use super::optimizer::{DueStep, ShardedOptimizer};
 use crate::comm::CommError;
@@ -79,7 +79,12 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
             for (group, grads) in &reduced.grads {
                 let layout = &engine.groups[*group].layout;
                 let at = StepInfo { step: shared.unit_steps(layout.key.unit) + 1, ..at };
-                shared.update_bucket(engine, at, *group, grads, engine.groups[*group].shard.start)?;
+                // SAFETY: the unit's reduction is done, in the order of the compute stream, and nobody gathers its weights:
+                // all ranks have had its backward, and `lent` keeps this one from beginning another. `shared` is the
+                // optimizer that is borrowed mutably for this backward.
+                unsafe {
+                    shared.update_bucket(engine, at, *group, grads, engine.groups[*group].shard.start)?;
+                }
             }
             Ok(())
         }));
@@ -101,12 +106,23 @@ impl Engine {
     /// Steps the unit that was reduced last, if there is one and steps are taken in the backward. The compute
     /// stream waits for its reduction: by then every rank has had the unit's backward, so that no one still reads
     /// its weights.
-    pub(crate) fn step_reduced_unit(&self, state: &mut State) -> Result<(), CommError> {
-        let Some(step) = &mut state.unit_step else { return Ok(()) };
-        for reduced in state.reduce.take_reduced() {
+    ///
+    /// The rule is the user's code, and runs without the state's lock: what it drops or calls may need it. It cannot
+    /// gather weights meanwhile, as they are lent to it.
+    pub(crate) fn step_reduced_unit(&self) -> Result<(), CommError> {
+        let (mut step, reduced) = {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let Some(step) = state.unit_step.take() else { return Ok(()) };
+            state.lent = true;
+            (step, state.reduce.take_reduced())
+        };
+        let stepped = reduced.iter().try_for_each(|reduced| {
             self.streams.compute.wait(&reduced.event)?;
-            step(self, &reduced)?;
-        }
-        Ok(())
+            step(self, reduced)
+        });
+        let mut state = self.state.lock();
+        (state.unit_step, state.lent) = (Some(step), false);
+        stepped
     }
 }

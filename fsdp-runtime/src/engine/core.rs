@@ -126,6 +126,8 @@ pub(crate) struct State {
     pub reached: bool,
     /// A backward has ended since the last optimizer step.
     pub had_backward: bool,
+    /// An update rule has a unit's weights, in the backward: no unit can be entered until it gives them back.
+    pub lent: bool,
 }
 
 impl State {
@@ -223,6 +225,7 @@ impl Engine {
             root_parts: RootParts::default(),
             reached: false,
             had_backward: false,
+            lent: false,
         };
         let engine = Arc::new(Engine { parts, state: Mutex::new(state), failure: Mutex::new(None) });
         engine.note_state();
@@ -395,6 +398,12 @@ impl Engine {
     pub(crate) fn enter(self: &Arc<Self>, unit: usize, phase: Phase) -> Result<UnitGuard> {
         let mut state = self.state.lock();
         let state = &mut *state;
+        if state.lent {
+            let message = "was entered by the optimizer's rule, which has the weights of a unit: a rule runs no backward";
+            let (rank, step) = (self.comm.rank(), state.step);
+            let unit = self.unit_name(unit).to_owned();
+            return Err(Error::Unit { rank, unit, phase, step, message: message.into() });
+        }
         let pass = match (phase, state.training) {
             (Phase::Backward, _) => Some(Pass::Backward),
             (_, TrainingState::Backward) => None,
@@ -502,14 +511,18 @@ impl Engine {
         for unit in left {
             self.close_gradients(unit)?;
         }
+        {
+            let mut state = self.state.lock();
+            let state = &mut *state;
+            let moment = Moment { phase: Phase::Backward, step: state.step };
+            self.end_root_parts(state, moment)?;
+            if state.sync == Sync::Step {
+                state.reduce.reduce_remaining(&self.groups, moment)?;
+            }
+        }
+        self.step_reduced_unit()?;
         let mut state = self.state.lock();
         let state = &mut *state;
-        let moment = Moment { phase: Phase::Backward, step: state.step };
-        self.end_root_parts(state, moment)?;
-        if state.sync == Sync::Step {
-            state.reduce.reduce_remaining(&self.groups, moment)?;
-        }
-        self.step_reduced_unit(state)?;
         state.gather.backward_order.end();
         state.training = TrainingState::Idle;
         state.had_backward = true;
@@ -533,8 +546,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         Self::release_root(state);
-        state.gather.reset()?;
-        state.gather.mark_stale(change);
+        state.gather.give_up(change)?;
         state.weights_version += 1;
         state.expect_nothing();
         Ok(())
@@ -549,7 +561,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         state.reduce.abandon();
-        state.unit_step = None;
+        (state.unit_step, state.lent) = (None, false);
         (state.forward_version, state.pending_forwards) = (None, 0);
         Self::release_root(state);
         state.training = TrainingState::Idle;

@@ -1,5 +1,7 @@
 //! An exponential moving average of the weights, as a second shard.
 
+use std::ops::Range;
+
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use crate::buffer::GroupBuffers;
@@ -7,13 +9,13 @@ use crate::comm::Phase;
 use crate::device::{Slice, cast, move_towards, swap};
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::spec::Dtype;
+use crate::spec::{Dtype, ParamSpec};
 
 /// An exponential moving average of a model's trainable weights, in f32. Made by [`Fsdp::ema`].
 ///
 /// It is sharded like the state of the optimizer and costs as much as one state buffer: 4 bytes for each element
 /// of the shard, accounted as [`Category::WeightAverage`]. Nothing is gathered to update it. To save or load it,
-/// call [`Fsdp::visit_weights`] or [`Fsdp::load_weights`] inside [`Fsdp::with_ema`].
+/// call [`Fsdp::visit_weights`] inside [`Fsdp::with_ema`], or [`Ema::load_weights`].
 ///
 /// ```
 /// use fsdp_runtime::{FullyShard, Init, Param, launch};
@@ -72,7 +74,10 @@ impl<M> Fsdp<M> {
                 shards.push(None);
                 continue;
             };
-            let shard = engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len())?;
+            // SAFETY: the average keeps it, and all calls that use it borrow the average: those that write it mutably.
+            // They use it on the compute stream, or on the host when that has passed all work on it.
+            let shard =
+                unsafe { engine.account.allocate(Category::WeightAverage, Dtype::F32, weights.len()) }?;
             // Nothing is under way that writes the weights (`settle`).
             cast(&*engine.streams.compute, &weights, &shard)?;
             shards.push(Some(shard));
@@ -89,11 +94,16 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// If the average is another model's, those of `evaluate` and of the streams.
     pub fn with_ema<T>(&mut self, ema: &mut Ema, evaluate: impl FnOnce(&Fsdp<M>) -> Result<T>) -> Result<T> {
+        self.exchanged(ema, |model| evaluate(model))
+    }
+
+    /// Runs `run` on the model with the averaged weights in place of its own, and its own in place of the average.
+    fn exchanged<T>(&mut self, ema: &mut Ema, run: impl FnOnce(&mut Fsdp<M>) -> Result<T>) -> Result<T> {
         let engine = self.engine().clone();
         ema.check(&engine)?;
         engine.exchange_weights(&ema.shards)?;
         let mut exchanged = Exchanged { engine: &engine, shards: &ema.shards, back: false };
-        let outcome = evaluate(self);
+        let outcome = run(self);
         exchanged.back = true;
         let back = engine.exchange_weights(&ema.shards);
         let value = outcome?;
@@ -102,7 +112,7 @@ impl<M> Fsdp<M> {
     }
 }
 
-/// Gives the model its own weights back if evaluation unwinds.
+/// Gives the model its own weights back if what runs meanwhile unwinds.
 struct Exchanged<'a> {
     engine: &'a Engine,
     shards: &'a [Option<Slice>],
@@ -148,7 +158,22 @@ impl Ema {
         self.agreed = false;
     }
 
-    /// Moves the average towards the model's weights: to be called after each optimizer step.
+    /// Sets the averages, as [`Fsdp::load_weights`] sets weights: `read(spec, elements, values)` fills `values`, which begin
+    /// as the present averages. Frozen weights, which have none, are set themselves.
+    ///
+    /// Every rank must call it.
+    ///
+    /// # Errors
+    /// If the average is another model's, and as for [`Fsdp::load_weights`].
+    pub fn load_weights<M>(
+        &mut self,
+        model: &mut Fsdp<M>,
+        read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        model.exchanged(self, |model| model.load_weights(read))
+    }
+
+    /// Moves the average towards the model's weights, as they are after an optimizer step.
     ///
     /// Every rank must call it.
     ///

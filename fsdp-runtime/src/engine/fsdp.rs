@@ -1,5 +1,7 @@
 //! `Fsdp<M>`: a sharded model, as the user's training loop sees it.
 
+use std::cell::Cell;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -21,9 +23,15 @@ use crate::spec::{ParamSpec, Strategy};
 /// A model whose parameters, gradients and optimizer state are sharded over the ranks of a mesh.
 ///
 /// Unless a method says otherwise, every rank must call it, in the same order.
+///
+/// It is one thread's at a time (`Send`, not `Sync`): what a rank computes is ordered by the thread that computes it. What
+/// writes weights borrows the model mutably, so that nothing can read them meanwhile, not even the closure that brings the
+/// values.
 pub struct Fsdp<M> {
     module: M,
     engine: Arc<Engine>,
+    /// Keeps shared references in the thread.
+    _not_sync: PhantomData<Cell<()>>,
 }
 
 impl<M> std::fmt::Debug for Fsdp<M> {
@@ -40,7 +48,7 @@ impl std::fmt::Debug for Engine {
 
 impl<M> Fsdp<M> {
     pub(crate) fn new(module: M, engine: Arc<Engine>) -> Self {
-        Fsdp { module, engine }
+        Fsdp { module, engine, _not_sync: PhantomData }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -291,7 +299,7 @@ impl<M> Fsdp<M> {
     ///
     /// # Errors
     /// Those of the streams.
-    pub fn install_optimized_model_weights(&self) -> Result<()> {
+    pub fn install_optimized_model_weights(&mut self) -> Result<()> {
         self.engine.install_optimized_model_weights()
     }
 
@@ -300,7 +308,7 @@ impl<M> Fsdp<M> {
     ///
     /// # Errors
     /// A failure of the streams or of the ranks, which nothing undoes.
-    pub fn reset_step(&self) -> Result<()> {
+    pub fn reset_step(&mut self) -> Result<()> {
         self.engine.reset_step()?;
         self.engine.note_event(format!("after a reset in {}", step_words(self.step_count())));
         Ok(())
@@ -330,10 +338,9 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of `read`; the weights are then partly changed.
     pub fn load_weights(
-        &self,
+        &mut self,
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        self.engine.settle()?;
         self.engine.note_event(format!("after a load in {}", step_words(self.step_count())));
         self.engine.fill_weights(|_, spec, range, out| read(spec, range, out))
     }

@@ -74,14 +74,16 @@ impl Engine {
         let values = if whole.dtype() == Dtype::F32 {
             whole
         } else {
-            let wide = self.account.allocate_briefly(Dtype::F32, layout.size)?;
+            // SAFETY: it is known to this call only, which writes it on the compute stream and reads it when that is done.
+            let wide = unsafe { self.account.allocate_briefly(Dtype::F32, layout.size) }?;
             cast(compute, &whole, &wide)?;
             wide
         };
         compute.record().synchronize()?;
         for item in &layout.items {
             let visit = |values: &[f32]| visit(&self.layout.params[item.param], values);
-            // SAFETY: the buffer is ours alone, and what wrote it is done.
+            // SAFETY: `gather_whole` or this call has made the buffer, nobody else has it, and what wrote it is done, as the
+            // event says.
             unsafe { read_anywhere(&*self.backend, &values.range(item.range()), visit)?? };
         }
         Ok(())
@@ -99,7 +101,8 @@ impl Engine {
         let layout = &group.layout;
         let shard = if layout.outer > 1 && layout.key.requires_grad {
             let owned = buffer.part(group.owned.clone());
-            let shard = self.account.allocate_briefly(owned.dtype(), layout.shard_len())?;
+            // SAFETY: it is known to this call only: two gathers on the compute stream use it, one after the other.
+            let shard = unsafe { self.account.allocate_briefly(owned.dtype(), layout.shard_len()) }?;
             let part = Gather { send: owned, recv: shard.clone() };
             self.outer_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;
             shard
@@ -107,9 +110,10 @@ impl Engine {
             buffer.shard()
         };
         let dtype = shard.dtype();
+        // SAFETY: it is known to this call and to the caller, which both use it in the order of the compute stream.
         let whole = match category {
-            Some(category) => self.account.allocate(category, dtype, layout.size)?,
-            None => self.account.allocate_briefly(dtype, layout.size)?,
+            Some(category) => unsafe { self.account.allocate(category, dtype, layout.size) }?,
+            None => unsafe { self.account.allocate_briefly(dtype, layout.size) }?,
         };
         let part = Gather { send: shard, recv: whole.clone() };
         self.shard_comm.all_gather(&*self.streams.compute, tag.clone(), vec![part])?;

@@ -6,15 +6,6 @@ use crate::comm::{CommError, Phase};
 use crate::error::{Error, Result};
 use crate::spec::ParamSpec;
 
-/// What [`Fsdp::with_full_params`] does with changed values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// Forgets them.
-    Read,
-    /// Writes them back, if all ranks have the same.
-    Write,
-}
-
 /// One whole parameter.
 #[derive(Clone, Debug)]
 pub struct FullParam {
@@ -25,14 +16,23 @@ pub struct FullParam {
 }
 
 impl<M> Fsdp<M> {
-    /// Gathers the parameters of one unit (the empty path is the root) and hands them, whole, to `with` on every
-    /// rank. With [`Access::Write`] the values are written back afterwards, each rank keeping its shard: main
-    /// weights take them as they are, 16-bit model weights round them. The optimizer's state stays.
+    /// Gathers the parameters of one unit (the empty path is the root) and returns them, whole, on every rank.
+    ///
+    /// # Errors
+    /// If there is no unit of this path, and those of the gathers.
+    pub fn full_params(&self, unit: &str) -> Result<Vec<FullParam>> {
+        let engine = self.engine();
+        engine.full_params(engine.unit_named(unit)?)
+    }
+
+    /// Gathers the parameters of one unit (the empty path is the root), hands them, whole, to `change` on every rank, and
+    /// writes their values back, each rank keeping its shard: main weights take them as they are, 16-bit model weights
+    /// round them. The optimizer's state stays.
     ///
     /// ```
-    /// # use fsdp_runtime::{FullyShard, Init, Param, comm::DeviceMesh, engine::Access};
-    /// let model = Param::new(3).with_init(Init::Ones).fully_shard(&DeviceMesh::single())?;
-    /// let sum = model.with_full_params("", Access::Write, |params| {
+    /// # use fsdp_runtime::{FullyShard, Init, Param, comm::DeviceMesh};
+    /// let mut model = Param::new(3).with_init(Init::Ones).fully_shard(&DeviceMesh::single())?;
+    /// let sum = model.with_full_params("", |params| {
     ///     params[0].values[1] = 5.0;
     ///     Ok(params[0].values.iter().sum::<f32>())
     /// })?;
@@ -41,30 +41,21 @@ impl<M> Fsdp<M> {
     /// ```
     ///
     /// # Errors
-    /// If there is no unit of this path; those of `with`, on any rank, and those of the gathers. With
-    /// [`Access::Write`] also if a parameter changes its number of elements, or the ranks' values differ, naming
-    /// the parameter and the ranks. Nothing is written if any rank has an error.
+    /// If there is no unit of this path; those of `change`, on any rank, and those of the gathers; if a parameter changes
+    /// its number of elements, or the ranks' values differ, naming the parameter and the ranks. Nothing is written if any
+    /// rank has an error.
     pub fn with_full_params<T>(
-        &self,
+        &mut self,
         unit: &str,
-        access: Access,
-        with: impl FnOnce(&mut [FullParam]) -> Result<T>,
+        change: impl FnOnce(&mut [FullParam]) -> Result<T>,
     ) -> Result<T> {
         let engine = self.engine();
         let unit = engine.unit_named(unit)?;
-        let mut params = Vec::new();
-        engine.visit_unit_weights(unit, |spec, values| {
-            params.push(FullParam { spec: spec.clone(), values: values.to_vec() });
-            Ok(())
-        })?;
-        let outcome = with(&mut params);
-        if access == Access::Read {
-            return outcome;
-        }
-        let outcome = outcome.and_then(|value| check_lengths(engine, &params).map(|()| value));
+        let mut params = engine.full_params(unit)?;
+        let outcome = change(&mut params);
+        let outcome = outcome.and_then(|value| check(engine, unit, &params).map(|()| value));
         engine.agree_on_values(unit, outcome.as_ref().err(), &params)?;
         let value = outcome?;
-        engine.settle()?;
         engine.fill_unit_weights(Some(unit), |_, spec, range, out| {
             let param = params.iter().find(|param| param.spec.name == spec.name);
             let param = param.expect("all parameters of the unit were gathered");
@@ -75,18 +66,35 @@ impl<M> Fsdp<M> {
     }
 }
 
-fn check_lengths(engine: &Engine, params: &[FullParam]) -> Result<()> {
-    for FullParam { spec, values } in params {
-        let numel = engine.layout.params.iter().find(|known| known.name == spec.name).map(ParamSpec::numel);
-        if numel != Some(values.len()) {
-            let message = format!("was given {} values for its shape {:?}", values.len(), spec.shape);
-            return Err(Error::Param { param: spec.name.clone(), message });
-        }
+/// Checks that the parameters are those of the unit, each once and whole.
+fn check(engine: &Engine, unit: usize, params: &[FullParam]) -> Result<()> {
+    for &param in &engine.units[unit].params {
+        let spec = &engine.layout.params[param];
+        let given: Vec<usize> = params
+            .iter()
+            .filter(|given| given.spec.name == spec.name)
+            .map(|given| given.values.len())
+            .collect();
+        let message = match given[..] {
+            [len] if len == spec.numel() => continue,
+            [len] => format!("was given {len} values for its shape {:?}", spec.shape),
+            _ => format!("was given {} times, expected once: leave the names as they are", given.len()),
+        };
+        return Err(Error::Param { param: spec.name.clone(), message });
     }
     Ok(())
 }
 
 impl Engine {
+    fn full_params(&self, unit: usize) -> Result<Vec<FullParam>> {
+        let mut params = Vec::new();
+        self.visit_unit_weights(unit, |spec, values| {
+            params.push(FullParam { spec: spec.clone(), values: values.to_vec() });
+            Ok(())
+        })?;
+        Ok(params)
+    }
+
     /// Makes sure that no rank has an error, and that all have the same values, to the bit.
     fn agree_on_values(&self, unit: usize, error: Option<&Error>, params: &[FullParam]) -> Result<()> {
         let own = match error {

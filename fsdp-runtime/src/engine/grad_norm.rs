@@ -89,7 +89,8 @@ impl Engine {
         }
         let mut sum = [match self.backend.kernels() {
             Some(kernels) => kernels.squared_norm(&shards)?,
-            // SAFETY: all reductions are done, and only this thread uses main gradients now.
+            // SAFETY: all who call this have waited for all reductions (`finish_grad_sync`), and nothing begins one before the
+            // next backward, which is this thread's, as the model is.
             None => shards.iter().map(|shard| unsafe { read_f32(shard, squared_norm) }).sum(),
         }];
         self.comm.host_reduce(self.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;

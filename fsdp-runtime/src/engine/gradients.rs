@@ -97,8 +97,8 @@ impl Engine {
 
     /// The unit's gradients of this backward are complete: closes its sinks and reduces.
     pub(crate) fn close_gradients(&self, unit: usize) -> Result<(), CommError> {
-        let mut state = self.state.lock();
-        let state = &mut *state;
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         let alive = std::mem::take(&mut state.units[unit].alive) || unit == ROOT || state.step > 0;
         if unit == ROOT && self.follows_root(state) {
             self.look_at_root(state, END);
@@ -106,8 +106,11 @@ impl Engine {
         for &param in &self.units[unit].params {
             self.close_sink(state, param, alive)?;
         }
+        drop(guard);
+        self.step_reduced_unit()?;
+        let mut state = self.state.lock();
+        let state = &mut *state;
         let moment = Moment { phase: Phase::Backward, step: state.step };
-        self.step_reduced_unit(state)?;
         state.reduce.reduce(&self.groups, unit, state.sync, moment)?;
         if unit == ROOT { Ok(()) } else { self.reduce_root_parts(state, moment) }
     }

@@ -1,6 +1,7 @@
 //! A whole training step as one CUDA graph.
 
 use std::sync::Arc;
+use std::thread::{self, ThreadId};
 
 use candle_core::{DType, Tensor};
 
@@ -18,11 +19,8 @@ use crate::pipeline::Change;
 /// A training step that the device does again by itself: every kernel, copy and collective of forward, backward and
 /// optimizer, in one launch. Made by [`ShardedOptimizer::capture`].
 ///
-/// It works at the addresses of the step that was captured, so:
-/// - the tensors that the step read (batches, masks, tables) must be kept as long as it is launched, which nothing checks; a
-///   new batch is copied into them (`Tensor::slice_set`);
-/// - what the step made, its loss apart, must not be used after it;
-/// - it is launched by the thread that captured it: candle keeps shapes and strides on the device for each thread.
+/// It works at the addresses of the step that was captured: a new batch is copied into the tensors that the step read
+/// (`Tensor::slice_set`).
 #[derive(Debug)]
 pub struct StepGraph {
     /// First, as it is dropped first: NCCL's communicators end only when no graph holds them.
@@ -34,6 +32,8 @@ pub struct StepGraph {
     loss: Tensor,
     /// The units that have gradients in the step.
     with_gradient: Vec<bool>,
+    /// That of the capture: candle keeps shapes and strides on the device for each thread.
+    thread: ThreadId,
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
@@ -53,7 +53,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// rule has no kernel, gradients are scaled per token or checked, times are traced, or steps are taken in the backward.
     /// Those of `step`; [`Error::Usage`] with the reason if it cannot be captured, on all ranks if it is so on one: the first
     /// two steps count, the third has not happened.
-    pub fn capture<M>(
+    ///
+    /// # Safety
+    /// As long as the graph is launched, the tensors that `step` reads and did not make (batches, masks, tables) are kept.
+    /// What `step` makes, the loss that it returns apart, is not used after it.
+    pub unsafe fn capture<M>(
         &mut self,
         model: &mut Fsdp<M>,
         mut step: impl FnMut(&Fsdp<M>) -> Result<Tensor>,
@@ -106,9 +110,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 return Err(Error::Usage(format!("the step cannot be captured as a graph: {error}")));
             }
         };
-        let graph =
-            StepGraph { work, engine: engine.clone(), states: self.states().to_vec(), loss, with_gradient };
-        graph.run(backend)?;
+        let graph = StepGraph {
+            work,
+            engine: engine.clone(),
+            states: self.states().to_vec(),
+            loss,
+            with_gradient,
+            thread: thread::current().id(),
+        };
+        // SAFETY: the graph holds the model's engine, the states and the loss; the rest is the caller's promise.
+        unsafe { graph.run(backend)? };
         Ok(graph)
     }
 
@@ -156,8 +167,8 @@ impl StepGraph {
     /// graph that a rank does not come to.
     ///
     /// # Errors
-    /// [`Error::Usage`] if model or optimizer are not those of the capture, or a step is under way; a rank that does not
-    /// come; those of the device.
+    /// [`Error::Usage`] if model or optimizer are not those of the capture, the thread is another one, or a step is under way;
+    /// a rank that does not come; those of the device.
     pub fn launch<M, O: Optimizer>(
         &self,
         model: &mut Fsdp<M>,
@@ -166,6 +177,10 @@ impl StepGraph {
         let engine = &self.engine;
         if model.engine().id() != engine.id() {
             return Err(Error::Usage("this graph was captured from another model".into()));
+        }
+        if thread::current().id() != self.thread {
+            let message = "a graph is launched by the thread that captured it: this is another one";
+            return Err(Error::Usage(message.into()));
         }
         optimizer.check(engine)?;
         let backend = optimizer.capturable(engine)?;
@@ -194,7 +209,9 @@ impl StepGraph {
         let written = optimizer.update(engine, &due);
         backend.set_steps(Steps::Taken);
         written?;
-        self.run(backend)?;
+        // SAFETY: the model and the optimizer are those of the capture, borrowed mutably, and everything of the model that was
+        // under way is over (`settle`); the rest is the promise that the graph was captured with.
+        unsafe { self.run(backend)? };
         engine.weights_changed(Change::Step)?;
         engine.state.lock().step += 1;
         Ok(self.loss.reshape(())?)
@@ -208,9 +225,12 @@ impl StepGraph {
         Ok(self.loss.reshape(())?)
     }
 
-    fn run(&self, backend: &CudaBackend) -> Result<()> {
+    /// # Safety
+    /// That of [`CudaWork::launch`].
+    unsafe fn run(&self, backend: &CudaBackend) -> Result<()> {
         backend.copy_tables()?;
-        Ok(self.work.launch(&[])?)
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.work.launch(&[]) }?)
     }
 }
 

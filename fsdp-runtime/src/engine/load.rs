@@ -28,6 +28,7 @@ impl Engine {
         unit: Option<usize>,
         mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
+        self.settle()?;
         let groups = self.groups.iter().filter(|group| unit.is_none_or(|unit| group.layout.key.unit == unit));
         for group in groups {
             for item in &group.layout.items {
@@ -38,8 +39,9 @@ impl Engine {
                     let elements = first + values.start..first + values.end;
                     let spec = &self.layout.params[item.param];
                     let write = |values: &mut [f32]| write(item.param, spec, elements, values);
-                    // SAFETY: nothing is under way (`settle`, by all who call this) that uses the weights, and this
-                    // thread is their only user; otherwise the buffer is new and ours alone. What wrote it is done.
+                    // SAFETY: nothing is under way that uses the weights (`settle`, above), and nothing begins: the model is
+                    // borrowed mutably, or is being made, and a unit can be entered by its own forward or backward only.
+                    // Otherwise the buffer is new and ours alone. What wrote it is done.
                     unsafe { update_anywhere(&*self.backend, &place.slice().range(values), write)?? };
                 }
                 match place {
@@ -91,7 +93,9 @@ impl Engine {
             None if weights.dtype() == Dtype::F32 => F32Place::Weights(weights),
             Some(main) if owned_of(group, part) == *part => F32Place::Main(main.part(part.clone())),
             main => {
-                let values = self.account.allocate_briefly(Dtype::F32, part.len())?;
+                // SAFETY: it is known to this call and to its caller, which use it on the compute stream, or on the host
+                // when that is done.
+                let values = unsafe { self.account.allocate_briefly(Dtype::F32, part.len()) }?;
                 cast(compute, &weights, &values)?;
                 if let Some(main) = main {
                     let owned = owned_of(group, part);

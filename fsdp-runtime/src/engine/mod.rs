@@ -46,7 +46,7 @@ pub use constant::{assert_fits, check_tp_field, check_tp_size};
 pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
-pub use full_params::{Access, FullParam};
+pub use full_params::FullParam;
 #[cfg(feature = "cuda")]
 pub use graph::StepGraph;
 pub(crate) use held::{Held, HeldState, StepCounts};

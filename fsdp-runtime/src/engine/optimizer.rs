@@ -138,7 +138,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 len = extent.len();
             }
             let buffers = if trainable { rule.state_names().len() } else { 0 };
-            let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, len);
+            // SAFETY: the optimizer keeps it, and all calls that use it borrow the optimizer: those that write it mutably.
+            // They use it on the compute stream, or here when that has passed all work on it.
+            let state = |_| unsafe { engine.account.allocate(Category::OptimizerState, Dtype::F32, len) };
             states.push((0..buffers).map(state).collect::<std::result::Result<_, _>>()?);
             all_parts.push(parts);
         }
@@ -324,15 +326,20 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 && due.with_gradient[bucket.layout.key.unit]
             {
                 let at = StepInfo { step: self.unit_steps[bucket.layout.key.unit], ..due.at };
-                self.update_bucket(engine, at, index, grads.data(), grads.held().start)?;
+                // SAFETY: `begin`, without which there is no `DueStep`, has waited for all reductions and given up all that was
+                // gathered (`finish_grad_sync`), and has the model and the optimizer borrowed mutably since.
+                unsafe { self.update_bucket(engine, at, index, grads.data(), grads.held().start)? };
             }
         }
         Ok(())
     }
 
     /// Runs the rule over this rank's parts of one bucket. `grads` begins with element `start` of the bucket.
-    /// Reductions of the bucket must be done, and its weights must not be gathered or in use.
-    pub(crate) fn update_bucket(
+    ///
+    /// # Safety
+    /// In the order of the compute stream, reductions of the bucket are done, its weights are not being gathered, and no
+    /// tensor shows them; no other handle of the optimizer is in use.
+    pub(crate) unsafe fn update_bucket(
         &self,
         engine: &Engine,
         at: StepInfo,
@@ -354,8 +361,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 self.states[bucket].iter().map(|state| state.range(held.clone())).collect();
             let decay = !engine.layout.params[*param].no_decay;
             let overrides = *self.groups.of(*param).overrides();
-            // SAFETY: by the contract of this function this thread is the only user of the shards; weights,
-            // gradients and states are different buffers.
+            // SAFETY: by the caller's promise this thread is the only user of the shards and of the states; weights,
+            // gradients and states are different buffers, allocated each for itself.
             unsafe {
                 update_anywhere(backend, &part, |weights| {
                     read_anywhere(backend, &grad, |grads| {

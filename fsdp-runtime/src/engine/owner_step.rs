@@ -89,7 +89,9 @@ impl<M> Fsdp<M> {
             }
             let own = *owner == Some(engine.comm.rank());
             let buffers = if own { rule.state_names().len() } else { 0 };
-            let state = |_| engine.account.allocate(Category::OptimizerState, Dtype::F32, spec.numel());
+            // SAFETY: as for the state of a `ShardedOptimizer`.
+            let state =
+                |_| unsafe { engine.account.allocate(Category::OptimizerState, Dtype::F32, spec.numel()) };
             states.push((0..buffers).map(state).collect::<std::result::Result<_, _>>()?);
         }
         let left = |param: usize| owners[param].is_none();
@@ -232,7 +234,9 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             if whole.dtype() == Dtype::F32 {
                 return Ok((whole, sharded));
             }
-            let wide = engine.account.allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size)?;
+            // SAFETY: it is known to this call only, which uses it on the compute stream, or here when that is done.
+            let wide =
+                unsafe { engine.account.allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size) }?;
             cast(compute, &whole, &wide)?;
             Ok((wide, true))
         };

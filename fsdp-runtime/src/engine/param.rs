@@ -125,9 +125,9 @@ impl Param {
         &self.0.made.shape
     }
 
-    /// Number of elements.
+    /// Number of elements; the largest `usize` if there are more, which no mesh takes.
     pub fn numel(&self) -> usize {
-        self.0.made.shape.elem_count()
+        self.dims().iter().fold(1, |numel: usize, dim| numel.saturating_mul(*dim))
     }
 
     /// Fully qualified name; `None` before the model is sharded.

@@ -122,7 +122,13 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     };
     let allocate = |bucket: &BucketLayout| {
         let keep_grads = !config.step_in_backward;
-        GroupBuffers::allocate(&persistent, bucket.clone(), placement, &config.precision, keep_grads)
+        // SAFETY: the rank's engine keeps the buffers and gives them to its pipelines only. Those gather model weights on one
+        // stream and reduce gradients on another; the compute stream waits for the events of both before it uses what they
+        // have written, and they wait for its event before they use what it has. What writes weights or takes gradients
+        // waits first for all that is under way (`Engine::settle`, `Engine::finish_grad_sync`).
+        unsafe {
+            GroupBuffers::allocate(&persistent, bucket.clone(), placement, &config.precision, keep_grads)
+        }
     };
     let parts = Parts {
         id,

@@ -65,7 +65,8 @@ impl GradSink {
     /// tests of ops.
     #[doc(hidden)]
     pub fn open_for_test(numel: usize) -> (Self, impl Fn() -> Vec<f32>) {
-        let slice = Slice::zeros(Dtype::F32, numel, None);
+        // SAFETY: it is written here first, and then only by writers that hold the sink's lock, as the reader below does.
+        let slice = unsafe { Slice::zeros(Dtype::F32, numel, None) };
         // SAFETY: the buffer was made above and is shared with no one yet.
         unsafe { slice.as_mut_slice::<f32>() }.fill(f32::NAN);
         let sink = Self::closed();
@@ -93,8 +94,10 @@ impl GradSink {
         let candle_core::Device::Cuda(tensors) = device else { candle_core::bail!("not a CUDA device") };
         let options = cuda::CudaOptions::default();
         let backend = cuda::CudaBackend::new(tensors, &options).map_err(candle_core::Error::wrap)?;
-        let slice =
-            Slice::zeros_in(&*backend.memory(), dtype, numel, None).map_err(candle_core::Error::wrap)?;
+        // SAFETY: all work on it is on the compute stream, which is that of candle's tensors: the copies here, and what
+        // writers enqueue by the contract of `accumulate_slice`.
+        let slice = unsafe { Slice::zeros_in(&*backend.memory(), dtype, numel, None) };
+        let slice = slice.map_err(candle_core::Error::wrap)?;
         // All ones is a NaN of each dtype.
         backend.upload(&vec![0xff; slice.bytes()], &slice).map_err(candle_core::Error::wrap)?;
         let sink = Self::closed();
@@ -134,20 +137,24 @@ impl GradSink {
             return Ok(false);
         };
         let mode = if open.written { Accumulate::Add } else { Accumulate::Overwrite };
-        // SAFETY: the engine opens the sink over a part of a bucket that belongs to the compute stream (this
-        // thread) until it closes the sink, before the bucket is handed to the reduce stream. Other threads wait for the
-        // lock, and for this one the cell is borrowed: neither writes a second time nor closes the sink meanwhile.
+        // SAFETY: the engine opens the sink over a part of a bucket that only writers of this sink use until it has closed
+        // it, which is before the bucket is given to the reduce stream. Other threads wait for the lock, and for this one
+        // the cell is borrowed: neither writes a second time nor closes the sink while the reference lives.
         write(unsafe { open.slice.as_mut_slice::<f32>() }, mode)?;
         open.note_write();
         Ok(true)
     }
 
-    /// The same with the gradient wherever it is, on a device too, and in whatever dtype the bucket has: `write` enqueues
-    /// the work on the stream of candle's tensors. Returns `false`, without calling, if the sink is closed or being written.
+    /// As [`GradSink::accumulate_f32`], with the gradient wherever it is, on a device too, and in whatever dtype the bucket
+    /// has. Returns `false`, without calling, if the sink is closed or being written.
     ///
     /// # Errors
     /// Those of `write`.
-    pub fn accumulate_slice<E>(
+    ///
+    /// # Safety
+    /// `write` uses the slice in the order of the stream of candle's tensors only, in work that it has enqueued when it
+    /// returns, and keeps no clone of it.
+    pub unsafe fn accumulate_slice<E>(
         &self,
         write: impl FnOnce(&Slice, Accumulate) -> Result<(), E>,
     ) -> Result<bool, E> {
@@ -294,7 +301,8 @@ mod tests {
         let expected = (false, vec![3.0, 3.0]);
         assert_eq!(nested(GradSink::takes_f32), expected);
         assert_eq!(nested(|sink| sink.accumulate_f32(|_, _| Err(())) == Ok(true)), expected);
-        assert_eq!(nested(|sink| sink.accumulate_slice(|_, _| Err(())) == Ok(true)), expected);
+        // SAFETY: the closure is not called.
+        assert_eq!(nested(|sink| unsafe { sink.accumulate_slice(|_, _| Err(())) } == Ok(true)), expected);
         let tensor = Tensor::new(&[1f32, 1.0], &candle_core::Device::Cpu).unwrap();
         assert_eq!(nested(|sink| sink.accumulate_tensor(&tensor).is_ok()), expected);
         assert_eq!(nested(|sink| !sink.is_open()), expected);

@@ -483,7 +483,17 @@ where
         let guard = engine.enter(run.unit, Phase::Backward).map_err(fail)?;
         let graph = match saved {
             Saved::Graph(graph) => graph,
-            Saved::Inputs { input_shapes, buffers, .. } => run.recompute(input, &input_shapes, &buffers)?,
+            Saved::Inputs { input_shapes, buffers, shape, .. } => {
+                let graph = run.recompute(input, &input_shapes, &buffers)?;
+                if graph.output.shape() != &shape {
+                    let message = format!(
+                        "its forward gave {shape:?}, and {:?} when it was recomputed: it must give the same each time",
+                        graph.output.shape()
+                    );
+                    return Err(fail(engine.unit_error(run.unit, Phase::Backward, message)));
+                }
+                graph
+            }
         };
         engine.open_gradients(run.unit).map_err(fail)?;
         let span = engine.begin_span("backward", &engine.units[run.unit].path);

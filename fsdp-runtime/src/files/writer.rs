@@ -63,15 +63,23 @@ impl TensorFileWriter {
         let mut file = AtomicFile::create(path)?;
         let mut infos = Vec::new();
         let mut slots = BTreeMap::new();
-        let mut end = 0;
+        let mut end = 0usize;
         for (name, shape, dtype) in tensors {
             if name == METADATA {
                 let reason = format!("no tensor in it can have the name `{METADATA}`");
                 return Err(TensorFileError::Malformed { path: path.to_path_buf(), reason });
             }
-            let elements: usize = shape.iter().product();
-            let start = end;
-            end += elements * dtype.size();
+            let bytes = |elements: usize| elements.checked_mul(dtype.size());
+            let elements = shape.iter().try_fold(1usize, |elements, &dim| elements.checked_mul(dim));
+            let sizes = elements.and_then(|elements| {
+                bytes(elements).and_then(|bytes| end.checked_add(bytes)).map(|behind| (elements, behind))
+            });
+            let Some((elements, behind)) = sizes else {
+                let reason =
+                    format!("tensor `{name}` of shape {shape:?} makes it longer than can be counted");
+                return Err(TensorFileError::Malformed { path: path.to_path_buf(), reason });
+            };
+            let start = std::mem::replace(&mut end, behind);
             infos.push((
                 name.to_owned(),
                 TensorInfo { dtype: dtype.safetensors(), shape: shape.to_vec(), data_offsets: (start, end) },

@@ -111,41 +111,57 @@ impl Account {
     /// Makes buffers that are counted under `category`, for [`Communicator::allocate_by`](crate::comm::Communicator::allocate_by).
     pub fn allocator(&self, category: Category) -> Allocate {
         let account = self.clone();
-        Arc::new(move |dtype, len| account.allocate(category, dtype, len))
+        // SAFETY: who calls it promises what is asked for here.
+        Allocate::new(move |dtype, len| unsafe { account.allocate(category, dtype, len) })
     }
 
     /// A zeroed buffer of `len` elements, counted under `category` until its last slice is dropped.
     ///
     /// # Errors
     /// [`CommError::Memory`] if there is no such memory, with what is held.
-    pub fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
-        self.allocate_in(&*self.memory, category, dtype, len)
+    ///
+    /// # Safety
+    /// As for [`Slice::zeros_in`].
+    pub unsafe fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.allocate_in(&*self.memory, category, dtype, len) }
     }
 
-    /// The same in memory of the host, wherever the other buffers are.
+    /// As [`Account::allocate`], but in memory of the host, wherever the other buffers are.
     ///
     /// # Errors
     /// As for [`Account::allocate`].
-    pub fn allocate_on_host(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
-        self.allocate_in(&HostMemory, category, dtype, len)
+    ///
+    /// # Safety
+    /// As for [`Account::allocate`].
+    pub(crate) unsafe fn allocate_on_host(
+        &self,
+        category: Category,
+        dtype: Dtype,
+        len: usize,
+    ) -> Result<Slice, CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.allocate_in(&HostMemory, category, dtype, len) }
     }
 
-    fn allocate_in(
+    /// # Safety
+    /// As for [`Account::allocate`].
+    unsafe fn allocate_in(
         &self,
         memory: &dyn Memory,
         category: Category,
         dtype: Dtype,
         len: usize,
     ) -> Result<Slice, CommError> {
-        let bytes = len * dtype.size();
         let freed = self.counters.clone();
         let on_free = move |bytes| {
             freed[category as usize].current.fetch_sub(bytes, Ordering::Relaxed);
         };
-        let slice = Slice::zeros_in(memory, dtype, len, Some(Box::new(on_free)));
+        // SAFETY: the caller's promise.
+        let slice = unsafe { Slice::zeros_in(memory, dtype, len, Some(Box::new(on_free))) };
         let slice = slice.map_err(|error| self.exhausted(error, category))?;
         let counter = &self.counters[category as usize];
-        let now = counter.current.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let now = counter.current.fetch_add(slice.bytes(), Ordering::Relaxed) + slice.bytes();
         counter.peak.fetch_max(now, Ordering::Relaxed);
         Ok(slice)
     }
@@ -154,8 +170,12 @@ impl Account {
     ///
     /// # Errors
     /// As for [`Account::allocate`].
-    pub(crate) fn allocate_briefly(&self, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
-        Slice::zeros_in(&*self.memory, dtype, len, None)
+    ///
+    /// # Safety
+    /// As for [`Account::allocate`].
+    pub(crate) unsafe fn allocate_briefly(&self, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { Slice::zeros_in(&*self.memory, dtype, len, None) }
     }
 
     /// Adds to an error what the memory was for, and what else is held.
@@ -181,5 +201,49 @@ impl Account {
     /// Bytes of every category.
     pub fn report(&self) -> Vec<Usage> {
         Category::ALL.into_iter().map(|category| self.usage(category)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(dtype: Dtype, len: usize) -> String {
+        let account = Account::default();
+        // SAFETY: nothing is allocated.
+        let error = unsafe { account.allocate(Category::GatherPool, dtype, len) }.unwrap_err();
+        assert_eq!(account.usage(Category::GatherPool).peak, 0);
+        error.to_string()
+    }
+
+    #[test]
+    fn a_length_whose_bytes_cannot_be_counted_is_refused() {
+        // Four times the first is 2^64 + 4: four bytes, if it wraps round.
+        for (dtype, len) in [
+            (Dtype::F32, (1 << 62) + 1),
+            (Dtype::F32, 1 << 62),
+            (Dtype::F32, usize::MAX),
+            (Dtype::BF16, (1 << 63) + 1),
+            (Dtype::F16, usize::MAX),
+        ] {
+            let expected = format!(
+                "memory: {len} elements of {dtype} are more bytes than can be counted, for gather_pool; held are: nothing"
+            );
+            assert_eq!(refused(dtype, len), expected);
+        }
+    }
+
+    #[test]
+    fn a_length_that_no_allocation_can_have_is_refused() {
+        // 2^63 bytes and more are no Rust allocation; the largest that is one is not to be had.
+        for (dtype, len, bytes) in [
+            (Dtype::F32, 1 << 61, 1usize << 63),
+            (Dtype::BF16, usize::MAX / 2, usize::MAX - 1),
+            (Dtype::F32, (1 << 61) - 16, (1 << 63) - 64),
+        ] {
+            let expected =
+                format!("host: {bytes} bytes cannot be allocated, for gather_pool; held are: nothing");
+            assert_eq!(refused(dtype, len), expected);
+        }
     }
 }

@@ -204,7 +204,11 @@ impl Pool {
 }
 
 fn allocate(account: &Account, category: Category, shapes: &Shapes) -> Result<Vec<Slice>, CommError> {
-    shapes.iter().map(|&(dtype, len)| account.allocate(category, dtype, len)).collect()
+    // SAFETY: a set of buffers has one holder at a time. A slot's next one gets it when the last one has given it back,
+    // on a stream that waits for the last use (`acquire`); a fallback has one holder ever. How holders order their own
+    // streams is said where the pipelines launch work.
+    let allocate = |&(dtype, len): &(Dtype, usize)| unsafe { account.allocate(category, dtype, len) };
+    shapes.iter().map(allocate).collect()
 }
 
 #[cfg(test)]

@@ -204,7 +204,7 @@ impl AllGatherPipeline {
             backward_order: Order::default(),
             clock: 0,
         };
-        pipeline.mark_stale(Change::Loaded(None));
+        pipeline.mark_sharded(Change::Loaded(None));
         pipeline
     }
 
@@ -355,8 +355,14 @@ impl AllGatherPipeline {
         Ok(())
     }
 
-    /// The shards have changed: what was gathered is out of date. To be called after [`Self::reset`].
-    pub(crate) fn mark_stale(&mut self, change: Change) {
+    /// The shards have changed: what was gathered is out of date, and given up.
+    pub(crate) fn give_up(&mut self, change: Change) -> Result<(), CommError> {
+        self.reset()?;
+        self.mark_sharded(change);
+        Ok(())
+    }
+
+    fn mark_sharded(&mut self, change: Change) {
         if self.options.strategy.shards_optim() || self.options.outer.is_some() {
             for (unit, weights) in self.units.iter_mut().enumerate() {
                 weights.status = Status::Sharded;
@@ -576,7 +582,9 @@ impl AllGatherPipeline {
             let (rank, ranks) = (neighbours.rank(), neighbours.size());
             for slice in &full {
                 let len = slice.len() / ranks;
-                let kept = self.account.allocate(Category::GatherPool, slice.dtype(), len)?;
+                // SAFETY: it is written here, on the compute stream, and then only read, by gathers: those begin when
+                // the compute stream has passed their launch.
+                let kept = unsafe { self.account.allocate(Category::GatherPool, slice.dtype(), len) }?;
                 cast(&*self.streams.compute, &slice.range(rank * len..(rank + 1) * len), &kept)?;
                 weights.kept.push(kept);
             }

@@ -312,11 +312,11 @@ impl GradReducePipeline {
                     Some(main_grad) => main_grad.shard(),
                     None if add => return Err(self.reduced_twice(unit)),
                     None => {
-                        let recv = self.account.allocate(
-                            Category::MainGrads,
-                            self.options.main,
-                            layout.shard_len(),
-                        )?;
+                        // SAFETY: the reduction below writes it, on its stream; the update that takes it waits for the
+                        // event that goes with it.
+                        let recv = unsafe {
+                            self.account.allocate(Category::MainGrads, self.options.main, layout.shard_len())
+                        }?;
                         passing.push((target.group, recv.clone()));
                         recv
                     }

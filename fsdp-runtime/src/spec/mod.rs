@@ -146,9 +146,10 @@ pub struct ParamSpec {
 }
 
 impl ParamSpec {
-    /// Number of elements of the part that a tensor-parallel rank holds.
+    /// Number of elements of the part that a tensor-parallel rank holds; the largest `usize` if there are more, which no
+    /// layout takes.
     pub fn numel(&self) -> usize {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |numel: usize, dim| numel.saturating_mul(*dim))
     }
 
     /// The dim along which tensor parallelism cuts it, if it is declared to be cut.

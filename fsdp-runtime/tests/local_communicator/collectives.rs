@@ -286,7 +286,8 @@ fn counters_count_calls_and_bytes_from_peers() {
         let reduce =
             Reduce { send: whole.clone(), recv: shard, scale: 1.0, accumulate: Accumulate::Overwrite };
         let duplicate = comm.duplicate("gather");
-        duplicate.all_gather(&*stream, tag("u", 0), vec![gather.clone(), gather])?;
+        let again = Gather { recv: slice([0f32; 40]), ..gather.clone() };
+        duplicate.all_gather(&*stream, tag("u", 0), vec![gather, again])?;
         comm.reduce_scatter(&*stream, tag("u", 0), vec![reduce])?;
         comm.all_reduce(&*stream, tag("u", 0), vec![(whole.clone(), 1.0)])?;
         comm.broadcast(&*stream, tag("u", 0), whole.clone(), 1)?;
@@ -456,7 +457,8 @@ fn nothing_is_kept_alive_by_a_collective_that_is_done() {
             let on_free = move |bytes| {
                 freed.fetch_add(bytes, std::sync::atomic::Ordering::SeqCst);
             };
-            Slice::zeros(fsdp_runtime::spec::Dtype::F32, 3, Some(Box::new(on_free)))
+            // SAFETY: one all-reduce uses it.
+            unsafe { Slice::zeros(fsdp_runtime::spec::Dtype::F32, 3, Some(Box::new(on_free))) }
         };
         for round in 0..20 {
             let data = counted();

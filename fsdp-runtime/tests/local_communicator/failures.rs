@@ -423,6 +423,44 @@ fn arguments_that_do_not_fit_are_errors() {
     assert!(error.ends_with("there is no rank 2 among 2 ranks"), "{error}");
 }
 
+/// A part that writes what another one reads or writes would be a race, in one rank or between two.
+#[test]
+fn parts_of_one_launch_that_share_memory_are_refused() {
+    let f32s = |n: usize| slice(vec![0f32; n]);
+    let gather = |send, recv| Gather { send, recv };
+    let reduce = |send, recv| Reduce { send, recv, scale: 1.0, accumulate: Accumulate::Add };
+    let exchange = |send, recv| Exchange { send, recv };
+
+    let whole = f32s(8);
+    let parts = vec![gather(f32s(4), whole.clone()), gather(f32s(4), whole.clone())];
+    let error = invalid(|comm, stream| comm.all_gather(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+    // One reads what the other writes.
+    let parts = vec![gather(whole.range(0..2), f32s(4)), gather(f32s(4), whole.clone())];
+    let error = invalid(|comm, stream| comm.all_gather(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 1 writes memory that part 0 uses too"), "{error}");
+
+    let parts = vec![reduce(f32s(8), whole.range(0..4)), reduce(f32s(8), whole.range(3..7))];
+    let error = invalid(|comm, stream| comm.reduce_scatter(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+
+    let parts = vec![(whole.range(0..5), 1.0), (f32s(3), 1.0), (whole.range(4..8), 1.0)];
+    let error = invalid(|comm, stream| comm.all_reduce(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 2 uses too"), "{error}");
+
+    let parts = vec![exchange(f32s(4), whole.range(0..4)), exchange(whole.range(2..6), f32s(4))];
+    let error = invalid(|comm, stream| comm.all_to_all(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+
+    // What is only read may be shared.
+    local(2, |world| {
+        let (shared, stream) = (f32s(4), ComputeStream::new("compute"));
+        let parts = vec![gather(shared.clone(), f32s(8)), gather(shared, f32s(8))];
+        world.communicator().all_gather(&*stream, tag("u", 0), parts)
+    })
+    .unwrap();
+}
+
 #[test]
 fn states_that_were_noted_must_agree_on_what_was_made_of_a_communicator() {
     let (errors, _) = fails(2, |world| {

@@ -15,7 +15,8 @@ fn tag(unit: &str, step: u64) -> Tag {
 /// New memory with these values.
 fn slice<T: Element>(values: impl IntoIterator<Item = T>) -> Slice {
     let values: Vec<T> = values.into_iter().collect();
-    let slice = Slice::zeros(T::DTYPE, values.len(), None);
+    // SAFETY: the tests look at values where no collective is under way on them, and give a collective slices of its own.
+    let slice = unsafe { Slice::zeros(T::DTYPE, values.len(), None) };
     // SAFETY: the buffer is new and known to this thread only.
     unsafe { slice.as_mut_slice::<T>() }.copy_from_slice(&values);
     slice

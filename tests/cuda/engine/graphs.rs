@@ -1,6 +1,8 @@
 //! A step that is captured as a graph and launched is the step that is taken one kernel after the other.
 
 use candle_core::Tensor;
+use fsdp::engine::StepGraph;
+use fsdp::optim::Optimizer;
 use fsdp::prelude::*;
 
 use super::{Model, batch};
@@ -11,6 +13,16 @@ const STEPS: usize = 6;
 
 fn learning_rate(step: usize) -> f64 {
     0.05 / (1 + step) as f64
+}
+
+/// A graph of a step whose batch outlives it.
+fn capture<O: Optimizer>(
+    optimizer: &mut ShardedOptimizer<O>,
+    model: &mut Fsdp<Model>,
+    step: impl FnMut(&Fsdp<Model>) -> fsdp::Result<Tensor>,
+) -> fsdp::Result<StepGraph> {
+    // SAFETY: the tests keep the batch longer than the graph, and use nothing of a step but its loss.
+    unsafe { optimizer.capture(model, step) }
 }
 
 /// The losses of all steps and the weights, from a graph or without.
@@ -42,7 +54,7 @@ fn train(
         optimizer.set_learning_rate(learning_rate(0));
         input.slice_set(&batch(WIDTH, world.rank(), &device)?, 0, 0)?;
         let captured = if graph {
-            Some(optimizer.capture(&mut model, step)?)
+            Some(capture(&mut optimizer, &mut model, step)?)
         } else {
             for _ in 0..3 {
                 drop(step(&model)?);
@@ -146,15 +158,14 @@ fn memory_from_before_that_a_step_frees_makes_it_no_graph_and_training_goes_on()
         let outcome = launch::local(1, |world| -> fsdp::Result<String> {
             let (mut model, mut optimizer, input) = prepared(On::OneDevice, &world, &FsdpConfig::default())?;
             let mut last = None;
-            let error = optimizer
-                .capture(&mut model, |model| {
-                    let loss: Tensor = model.forward(&input)?;
-                    model.backward(&loss)?;
-                    // Drops the loss of the step before.
-                    last = Some(loss.clone());
-                    Ok(loss)
-                })
-                .expect_err("it cannot be captured");
+            let error = capture(&mut optimizer, &mut model, |model| {
+                let loss: Tensor = model.forward(&input)?;
+                model.backward(&loss)?;
+                // Drops the loss of the step before.
+                last = Some(loss.clone());
+                Ok(loss)
+            })
+            .expect_err("it cannot be captured");
             drop(last);
             assert!(plain_step(&mut model, &mut optimizer, &input)?.is_finite());
             assert_eq!((optimizer.steps(), model.step_count()), (3, 3));
@@ -170,7 +181,7 @@ fn a_graph_is_not_launched_with_another_optimizer() {
     in_schedules_with_graphs(0, |_| {
         let outcome = launch::local(1, |world| -> fsdp::Result<String> {
             let (mut model, mut optimizer, input) = prepared(On::OneDevice, &world, &FsdpConfig::default())?;
-            let graph = optimizer.capture(&mut model, |model| {
+            let graph = capture(&mut optimizer, &mut model, |model| {
                 let loss: Tensor = model.forward(&input)?;
                 model.backward(&loss)?;
                 Ok(loss)
@@ -195,17 +206,16 @@ fn a_step_that_one_rank_cannot_capture_no_rank_has() {
         let outcome = launch::local(2, |world| -> fsdp::Result<String> {
             let (mut model, mut optimizer, input) =
                 prepared(On::ADeviceEach, &world, &FsdpConfig::default())?;
-            let error = optimizer
-                .capture(&mut model, |model| {
-                    let loss: Tensor = model.forward(&input)?;
-                    model.backward(&loss)?;
-                    if world.rank() == 1 {
-                        // The host waits.
-                        let _value: f32 = loss.to_scalar()?;
-                    }
-                    Ok(loss)
-                })
-                .expect_err("rank 1 cannot capture it");
+            let error = capture(&mut optimizer, &mut model, |model| {
+                let loss: Tensor = model.forward(&input)?;
+                model.backward(&loss)?;
+                if world.rank() == 1 {
+                    // The host waits.
+                    let _value: f32 = loss.to_scalar()?;
+                }
+                Ok(loss)
+            })
+            .expect_err("rank 1 cannot capture it");
             plain_step(&mut model, &mut optimizer, &input)?;
             Ok(error.to_string())
         });
@@ -233,10 +243,10 @@ fn what_cannot_be_captured_is_refused_with_the_reason() {
             };
             let error = if sgd {
                 let mut optimizer = model.optimizer(Sgd::default().momentum(0.5))?;
-                optimizer.capture(&mut model, step).expect_err("it cannot be captured")
+                capture(&mut optimizer, &mut model, step).expect_err("it cannot be captured")
             } else {
                 let mut optimizer = model.optimizer(AdamW::default())?;
-                let error = optimizer.capture(&mut model, step).expect_err("it cannot be captured");
+                let error = capture(&mut optimizer, &mut model, step).expect_err("it cannot be captured");
                 // The model is as it was: a plain step follows.
                 drop(step(&model)?);
                 optimizer.step(&mut model)?;
@@ -276,7 +286,7 @@ fn a_rank_that_does_not_launch_the_graph_ends_the_others_wait() {
     let session = Session::with_all_kernels(Schedule::Latest);
     let outcome = launch::local(2, |world| -> fsdp::Result<()> {
         let (mut model, mut optimizer, input) = prepared(On::ADeviceEach, &world, &FsdpConfig::default())?;
-        let graph = optimizer.capture(&mut model, |model| {
+        let graph = capture(&mut optimizer, &mut model, |model| {
             let loss: Tensor = model.forward(&input)?;
             model.backward(&loss)?;
             Ok(loss)

@@ -1,7 +1,6 @@
 //! A rank that calls alone what all must call, or does not call it.
 
 use candle_core::Tensor;
-use fsdp::engine::Access;
 use fsdp::launch::World;
 use fsdp::prelude::*;
 
@@ -139,7 +138,7 @@ fn gradients_visited_alone() {
 
 #[test]
 fn full_parameters_asked_for_alone() {
-    let ends = on_top(|training| training.model.with_full_params("layers.1", Access::Read, |_| Ok(())));
+    let ends = on_top(|training| training.model.full_params("layers.1").map(drop));
     ends.every_rank_says(&["all-gather of unit `weights` (setup, step 3", "`layers.0` (forward, step 4"]);
 }
 

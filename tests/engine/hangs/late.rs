@@ -1,6 +1,5 @@
 //! A rank that is late beyond the time-out: it is missed by name, and learns of it when it comes.
 
-use fsdp::engine::Access;
 use fsdp::prelude::*;
 
 use super::{Mishap, Place, Plan, SLEEP, Training, in_time};
@@ -80,7 +79,7 @@ fn late_between_steps() {
 #[test]
 fn late_inside_full_parameters() {
     misses(&["in host-gather of `layers.1` (setup, step 3"], |late, training| {
-        training.model.with_full_params("layers.1", Access::Write, |_| {
+        training.model.with_full_params("layers.1", |_| {
             sleep(late);
             Ok(())
         })

@@ -55,20 +55,25 @@ pub struct Slice {
 }
 
 impl Slice {
-    pub fn zeros_in(
+    /// # Safety
+    /// That of the runtime's slice, here and below.
+    pub unsafe fn zeros_in(
         memory: &dyn Memory,
         dtype: Dtype,
         len: usize,
         on_free: Option<OnFree>,
     ) -> Result<Slice, CommError> {
-        let memory = buffer::Slice::zeros_in(memory, dtype, len, on_free)?;
+        // SAFETY: the caller's promise.
+        let memory = unsafe { buffer::Slice::zeros_in(memory, dtype, len, on_free) }?;
         let slice = Slice { memory, shadow: Arc::default() };
         slice.note(Kind::Write, 0..len);
         Ok(slice)
     }
 
-    pub fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
-        Self::zeros_in(&HostMemory, dtype, len, on_free).unwrap()
+    #[allow(clippy::missing_safety_doc)]
+    pub unsafe fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
+        // SAFETY: the caller's promise.
+        unsafe { Self::zeros_in(&HostMemory, dtype, len, on_free) }.unwrap()
     }
 
     /// The next write to the buffer panics.
@@ -100,8 +105,11 @@ impl Slice {
         self.memory.as_ptr()
     }
 
-    /// # Safety
-    /// That of the runtime's slice, here and below.
+    pub fn overlaps(&self, other: &Slice) -> bool {
+        self.memory.overlaps(&other.memory)
+    }
+
+    #[allow(clippy::missing_safety_doc)]
     pub unsafe fn as_slice<T: Element>(&self) -> &[T] {
         self.note(Kind::Read, 0..self.len());
         // SAFETY: the caller's promise.

@@ -57,7 +57,8 @@ impl<'a> View<'a> {
     /// # Panics
     /// If there are not so many.
     pub fn part(self, start: usize, len: usize) -> Self {
-        assert!(start + len <= self.len, "{len} elements from {start} on, of {}", self.len);
+        let inside = start.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(inside, "{len} elements from {start} on, of {}", self.len);
         View { at: self.at + (start * self.dtype.size()) as u64, len, ..self }
     }
 }

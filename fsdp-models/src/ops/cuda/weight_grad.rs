@@ -18,28 +18,29 @@ pub fn deliver(
 ) -> Result<Option<Tensor>> {
     let (numel, device) = (weight.elem_count(), super::device(op, weight)?);
     let leaf = weight.is_variable() || !weight.track_op();
-    if leaf
-        && sink.accumulate_slice(|slice, mode| {
-            if slice.len() != numel {
-                bail!(
-                    "{op}: the sink of the weight {:?} holds {} elements, expected {numel}",
-                    weight.dims(),
-                    slice.len()
-                );
-            }
-            if slice.block().is_host() {
-                bail!("{op}: the sink of the weight {:?} is on the CPU, the weight is not", weight.dims());
-            }
-            let dtype = match slice.dtype() {
-                Dtype::F32 => fsdp_kernels::Dtype::F32,
-                Dtype::BF16 => fsdp_kernels::Dtype::BF16,
-                Dtype::F16 => fsdp_kernels::Dtype::F16,
-            };
-            // SAFETY: the engine opens the sink over a part of a bucket on the weight's device that belongs to the
-            // compute stream, which is candle's, until it closes the sink, which it cannot while this closure runs.
-            compute(unsafe { Out::new(device, slice.as_ptr().addr() as u64, numel, dtype) }, mode)
-        })?
-    {
+    let write = |slice: &Slice, mode| {
+        if slice.len() != numel {
+            bail!(
+                "{op}: the sink of the weight {:?} holds {} elements, expected {numel}",
+                weight.dims(),
+                slice.len()
+            );
+        }
+        if slice.block().is_host() {
+            bail!("{op}: the sink of the weight {:?} is on the CPU, the weight is not", weight.dims());
+        }
+        let dtype = match slice.dtype() {
+            Dtype::F32 => fsdp_kernels::Dtype::F32,
+            Dtype::BF16 => fsdp_kernels::Dtype::BF16,
+            Dtype::F16 => fsdp_kernels::Dtype::F16,
+        };
+        // SAFETY: the engine opens the sink over a part of a bucket on the weight's device that belongs to the
+        // compute stream, which is candle's, until it closes the sink, which it cannot while this closure runs.
+        compute(unsafe { Out::new(device, slice.as_ptr().addr() as u64, numel, dtype) }, mode)
+    };
+    // SAFETY: `compute` enqueues its work on candle's stream of the weight's device, by the contract of `Out`; nothing keeps
+    // the slice.
+    if leaf && unsafe { sink.accumulate_slice(write) }? {
         return Ok(None);
     }
     if !weight.track_op() {

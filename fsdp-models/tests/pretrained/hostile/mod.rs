@@ -53,7 +53,7 @@ fn survives(
     cases: usize,
     file: &Path,
     damage: Damage,
-    read: impl Fn() -> fsdp_models::Result<()>,
+    mut read: impl FnMut() -> fsdp_models::Result<()>,
 ) {
     let cases = cases * factor();
     let sound = fs::read(file).unwrap();
@@ -70,7 +70,8 @@ fn survives(
         fs::write(file, &bytes).unwrap();
         let label = format!("{}, case {case} of seed {seed}", file.display());
         allocator::LARGEST.set(0);
-        let outcome = catch_unwind(AssertUnwindSafe(&read)).unwrap_or_else(|_| panic!("{label}: it panics"));
+        let outcome =
+            catch_unwind(AssertUnwindSafe(&mut read)).unwrap_or_else(|_| panic!("{label}: it panics"));
         let largest = allocator::LARGEST.get();
         let limit = 64 * sound.len().max(bytes.len()) + ALLOWANCE + if backtraces { 64 << 20 } else { 0 };
         assert!(largest <= limit, "{label}: it takes {largest} bytes of a file of {}", bytes.len());
@@ -114,7 +115,7 @@ fn model() -> Fsdp<Llama> {
     Llama::new(&config(true)).unwrap().fully_shard(&DeviceMesh::single()).unwrap()
 }
 
-fn load(path: &Path, model: &Fsdp<Llama>) -> fsdp_models::Result<()> {
+fn load(path: &Path, model: &mut Fsdp<Llama>) -> fsdp_models::Result<()> {
     let pretrained = Pretrained::open(path)?;
     pretrained.check()?;
     pretrained.load(model, Strictness::Strict)?;
@@ -140,8 +141,8 @@ fn damaged_gguf_files() {
         ("tokenizer.ggml.add_bos_token", Value::Bool(false)),
     ]);
     write_gguf(&path, &metadata, &quantise(&config, &tensors(&config), GgmlDType::Q4_1));
-    let model = model();
-    survives(1, 400, &path, Damage::Bytes(2400), || load(&path, &model));
+    let mut model = model();
+    survives(1, 400, &path, Damage::Bytes(2400), || load(&path, &mut model));
     survives(11, 200, &path, Damage::Bytes(2400), || tokenize(&path));
 }
 
@@ -150,8 +151,10 @@ fn damaged_safetensors_files() {
     let config = config(true);
     let dir = tempfile::tempdir().unwrap();
     write_single(dir.path(), &config, &tensors(&config), Dtype::BF16);
-    let model = model();
-    survives(2, 400, &dir.path().join("model.safetensors"), Damage::Bytes(1800), || load(dir.path(), &model));
+    let mut model = model();
+    survives(2, 400, &dir.path().join("model.safetensors"), Damage::Bytes(1800), || {
+        load(dir.path(), &mut model)
+    });
 }
 
 #[test]
@@ -161,13 +164,13 @@ fn damaged_indices_and_configurations() {
     write_indexed(dir.path(), &config, &tensors(&config), Dtype::BF16, 3);
     let generation = json!({"bos_token_id": 1, "eos_token_id": [2, 3], "do_sample": true, "temperature": 0.6, "top_p": 0.9});
     fs::write(dir.path().join("generation_config.json"), generation.to_string()).unwrap();
-    let model = model();
+    let mut model = model();
     for (seed, cases, name) in [
         (3, 400, "model.safetensors.index.json"),
         (4, 400, "config.json"),
         (5, 200, "generation_config.json"),
     ] {
-        survives(seed, cases, &dir.path().join(name), Damage::Json, || load(dir.path(), &model));
+        survives(seed, cases, &dir.path().join(name), Damage::Json, || load(dir.path(), &mut model));
     }
 }
 
@@ -232,16 +235,16 @@ fn damaged_adapters() {
     let dir = tempfile::tempdir().unwrap();
     let mut adapted = Llama::new(&config(true)).unwrap();
     adapted.add_adapters(&LoraConfig { rank: 2, ..LoraConfig::default() }).unwrap();
-    let adapted = adapted.fully_shard(&DeviceMesh::single()).unwrap();
+    let mut adapted = adapted.fully_shard(&DeviceMesh::single()).unwrap();
     save_adapters(&adapted, dir.path(), Some("base")).unwrap();
-    let read = || {
+    let mut read = || {
         let lora = LoraConfig::from_peft(dir.path())?;
         // Its ranks and names are multiplied with the model's sizes.
         Llama::new(&config(true))?.add_adapters(&lora)?;
-        load_adapters(&adapted, dir.path())?;
+        load_adapters(&mut adapted, dir.path())?;
         Ok(())
     };
-    survives(9, 200, &dir.path().join("adapter_config.json"), Damage::Json, read);
+    survives(9, 200, &dir.path().join("adapter_config.json"), Damage::Json, &mut read);
     survives(10, 200, &dir.path().join("adapter_model.safetensors"), Damage::Bytes(900), read);
 }
 

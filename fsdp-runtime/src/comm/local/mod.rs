@@ -84,7 +84,9 @@ impl LocalComm {
     }
 }
 
-impl Communicator for LocalComm {
+// SAFETY: arguments are checked by `Caller` before anything is enqueued. Work runs on the call's stream, between the
+// arrival of all ranks and their departure, and uses what the SAFETY comments of its copies and sums say.
+unsafe impl Communicator for LocalComm {
     fn rank(&self) -> usize {
         // Of this group: the endpoint's `rank` is the one in the world.
         let Endpoint { index, .. } = &*self.endpoint;
@@ -158,14 +160,14 @@ impl Communicator for LocalComm {
     fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
         let call = Call::all_reduce(tag, &parts);
         let (rank, size) = (self.rank(), self.size());
-        let from_peers = self.caller().all_reduce(&parts);
+        let from_peers = self.caller().all_reduce(&call, &parts)?;
         let slices = parts.iter().map(|(data, _)| data.clone()).collect();
         let payload = Payload { slices, ..Payload::default() };
         self.enqueue(stream, call, payload, from_peers, move |site, meeting| {
             for (i, (data, scale)) in parts.iter().enumerate() {
                 let sources = contributions(meeting, i, rank);
-                // SAFETY: until the rendezvous below, part `rank` of every rank's data is accessed by this
-                // rank only.
+                // SAFETY: lengths and dtypes are equal on all ranks, and parts do not overlap. Until the rendezvous below,
+                // part `rank` of every rank's data is accessed by this rank only, and the target is one of the sources.
                 unsafe { site.sum_into(&sources, &sources[rank], *scale, Accumulate::Overwrite) }?;
                 debug_assert!(same_place(&sources[rank], &share(data, rank, size)));
             }

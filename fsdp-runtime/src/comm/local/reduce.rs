@@ -198,7 +198,8 @@ mod tests {
 
     fn slice<T: Element>(values: impl IntoIterator<Item = T>) -> Slice {
         let values: Vec<T> = values.into_iter().collect();
-        let slice = Slice::zeros(T::DTYPE, values.len(), None);
+        // SAFETY: the tests use it in their own thread, once at a time.
+        let slice = unsafe { Slice::zeros(T::DTYPE, values.len(), None) };
         // SAFETY: the buffer is new and known to this thread only.
         unsafe { slice.as_mut_slice::<T>() }.copy_from_slice(&values);
         slice

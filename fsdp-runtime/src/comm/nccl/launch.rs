@@ -67,8 +67,7 @@ impl Launch<'_> {
         })?;
         for (part, from, sum) in &sums {
             let Some(factor) = sum.factor else { continue };
-            // SAFETY: they are as long, and come after the sum in the order of the stream.
-            unsafe { self.stream.sum_ranks(from_ref(from), &part.recv, factor, part.accumulate) }?;
+            self.stream.sum_ranks(from_ref(from), &part.recv, factor, part.accumulate)?;
         }
         Ok(())
     }

@@ -31,7 +31,9 @@ impl fmt::Debug for NcclMemory {
     }
 }
 
-impl Memory for NcclMemory {
+// SAFETY: NCCL gives `bytes` bytes, aligned to pages of the device, which are set to zero when they are adopted; nobody else
+// knows the address.
+unsafe impl Memory for NcclMemory {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
         let NcclMemory(device) = self;
         if bytes == 0 {
@@ -50,13 +52,13 @@ impl Memory for NcclMemory {
         outcome("ncclMemAlloc", null_mut(), code).map_err(|failure| exhausted(failure.to_string()))?;
         let ptr = NonNull::new(ptr.cast::<u8>()).ok_or_else(|| exhausted("it gave no address".to_owned()))?;
         let give_back: GiveBack = Box::new(|ptr| {
-            // SAFETY: it was allocated below by `ncclMemAlloc`, and no stream uses it any more.
+            // SAFETY: it was allocated above by `ncclMemAlloc`; a block gives it back once, when no stream uses it any more.
             match unsafe { sys::ncclMemFree(ptr.as_ptr().cast()) } {
                 ncclResult_t::ncclSuccess => Ok(()),
                 _ => CUresult::CUDA_ERROR_UNKNOWN.result(),
             }
         });
-        // SAFETY: the memory is new.
+        // SAFETY: NCCL has given this memory to this call alone, of `bytes` bytes.
         unsafe { device.adopt(ptr, bytes, give_back) }
     }
 }

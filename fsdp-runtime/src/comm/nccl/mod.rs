@@ -252,7 +252,9 @@ fn full<T>(parts: &[T], slice: impl Fn(&T) -> &Slice) -> impl Iterator<Item = &T
     parts.iter().filter(move |part| !slice(part).is_empty())
 }
 
-impl Communicator for NcclComm {
+// SAFETY: arguments are checked by `Caller` before anything is enqueued. NCCL's calls are on the call's stream, whose device
+// all slices are of; they write and read what the collective is defined to, and scratch memory in the order of its uses.
+unsafe impl Communicator for NcclComm {
     fn rank(&self) -> usize {
         self.control.rank()
     }
@@ -300,7 +302,7 @@ impl Communicator for NcclComm {
 
     fn all_reduce(&self, stream: &dyn Stream, tag: Tag, parts: Vec<(Slice, f32)>) -> Result<(), CommError> {
         let call = Call::all_reduce(tag, &parts);
-        let from_peers = self.caller().all_reduce(&parts);
+        let from_peers = self.caller().all_reduce(&call, &parts)?;
         let slices: Vec<&Slice> = parts.iter().map(|(data, _)| data).collect();
         self.check_sums(&call)?;
         self.enqueue(stream, call, from_peers, &slices, |launch, scratch| {

@@ -94,9 +94,8 @@ impl Launch<'_> {
         })?;
         for (sum, buffer) in sums.iter().zip(&buffers).filter(|(sum, _)| !sum.recv.is_empty()) {
             let sources: Vec<Slice> = (0..size).map(|rank| brought((sum, buffer), rank)).collect();
-            // SAFETY: all are as long, and come after the exchange in the order of the stream; where `recv` is in `send`
-            // it is this rank's share of it, which nobody else reads.
-            unsafe { self.stream.sum_ranks(&sources, &sum.recv, sum.scale, sum.accumulate) }?;
+            // After the exchange in the order of the stream. Where `recv` is in `send` it is this rank's share of it.
+            self.stream.sum_ranks(&sources, &sum.recv, sum.scale, sum.accumulate)?;
         }
         Ok(())
     }

@@ -81,10 +81,20 @@ impl Scratch {
             if self.captured { self.kept.push(small) } else { stream.retire(&[small]) }
         }
         let device = stream.device();
-        self.buffers.push(match &self.allocate {
-            Some(allocate) => allocate(dtype, len)?,
-            None => Slice::zeros_in(&device.memory(), dtype, len, None)?,
-        });
+        let buffer = match &self.allocate {
+            // SAFETY: the communicator's turn is locked while a launch takes scratch memory and enqueues its work; `take`
+            // makes a stream wait for the last use on another one, and ranges of one launch are apart.
+            Some(allocate) => unsafe { allocate.allocate(dtype, len) }?,
+            // SAFETY: as above.
+            None => unsafe { Slice::zeros_in(&device.memory(), dtype, len, None) }?,
+        };
+        stream.reaches(&[&buffer])?;
+        if (buffer.dtype(), buffer.len()) != (dtype, len) {
+            let (found, elements) = (buffer.dtype(), buffer.len());
+            let message = format!("{elements} elements of {found} were made for {len} of {dtype}");
+            return Err(CommError::Memory { device: device.name().to_owned(), message });
+        }
+        self.buffers.push(buffer);
         stream.wait(&device.compute(stream.name()).record())
     }
 

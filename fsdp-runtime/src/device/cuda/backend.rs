@@ -84,7 +84,9 @@ impl CudaBackend {
             let held = match &*staging {
                 Some(held) => held.clone(),
                 None => {
-                    let held = Slice::zeros_in(&self.device.pinned(), Dtype::F32, STAGING / 4, None)?;
+                    // SAFETY: it is used under the lock only, and each copy to or from it is waited for there.
+                    let held =
+                        unsafe { Slice::zeros_in(&self.device.pinned(), Dtype::F32, STAGING / 4, None) }?;
                     staging.insert(held).clone()
                 }
             };
@@ -102,7 +104,9 @@ impl fmt::Debug for CudaBackend {
     }
 }
 
-impl Backend for CudaBackend {
+// SAFETY: copies go through staging memory, between the slice and the bytes, on the compute stream, and the host waits for
+// each. The compute stream is the one that candle has for the device.
+unsafe impl Backend for CudaBackend {
     fn tensors(&self) -> &candle_core::Device {
         &self.tensors
     }
@@ -127,7 +131,8 @@ impl Backend for CudaBackend {
         self.in_parts(from, |bytes, part, held| {
             self.compute.copy(part, held)?;
             self.compute.record().synchronize()?;
-            // SAFETY: the copy is done, and the lock of the staging memory keeps others away.
+            // SAFETY: the copy to it is done, as the event says; `in_parts` holds the lock of the staging memory, and no other
+            // copy is under way on it.
             to[bytes].copy_from_slice(unsafe { held.as_bytes() });
             Ok(())
         })
@@ -136,7 +141,7 @@ impl Backend for CudaBackend {
     fn upload(&self, from: &[u8], to: &Slice) -> Result<(), CommError> {
         assert_eq!(from.len(), to.bytes(), "a copy from memory of another length");
         self.in_parts(to, |bytes, part, held| {
-            // SAFETY: the last copy is done, and the lock of the staging memory keeps others away.
+            // SAFETY: the last copy from it was waited for below; `in_parts` holds the lock of the staging memory.
             unsafe { held.as_mut_bytes() }.copy_from_slice(&from[bytes]);
             self.compute.copy(held, part)?;
             self.compute.record().synchronize()

@@ -168,7 +168,9 @@ impl Drop for CudaBlock {
     }
 }
 
-impl Block for CudaBlock {
+// SAFETY: address and kind are fields that nothing changes while it lives. The memory is freed when it is dropped, after the
+// uses that streams have noted; page-locked memory alone is the host's.
+unsafe impl Block for CudaBlock {
     fn ptr(&self) -> NonNull<u8> {
         self.ptr
     }
@@ -182,7 +184,9 @@ impl Block for CudaBlock {
     }
 }
 
-impl Memory for CudaMemory {
+// SAFETY: the driver gives `bytes` bytes, aligned to 256, which are set to zero in the order of the compute stream, as it is
+// said of devices; nobody else knows the address.
+unsafe impl Memory for CudaMemory {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
         let CudaMemory(device) = self;
         device.check()?;
@@ -258,7 +262,8 @@ fn free_memory(device: &CudaDevice) -> String {
     }
 }
 
-impl Memory for PinnedMemory {
+// SAFETY: the driver gives `bytes` bytes at the start of a page, which are set to zero here; nobody else knows the address.
+unsafe impl Memory for PinnedMemory {
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
         let PinnedMemory(device) = self;
         device.check()?;

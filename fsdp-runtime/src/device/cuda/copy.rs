@@ -9,13 +9,11 @@ use crate::device::{Slice, Stream};
 
 impl CudaStream {
     /// `to = from`, in stream order; one of them or both are memory of the device, the other one is
-    /// [pinned](super::PinnedMemory). They have the same dtype and length.
-    ///
-    /// The caller's stream order must make the stream the only one that uses `to`, and no one may write `from`; the host
-    /// waits for an event before it touches either.
+    /// [pinned](super::PinnedMemory).
     ///
     /// # Errors
-    /// [`CommError::Stream`] if they do not fit, or memory is of another kind; those of the driver.
+    /// [`CommError::Stream`] if their dtypes or lengths differ, they overlap, or memory is of another kind; those of the
+    /// driver.
     pub fn copy(&self, from: &Slice, to: &Slice) -> Result<(), CommError> {
         let refuse = |message: String| CommError::Stream { stream: self.name().to_owned(), message };
         if (from.dtype(), from.len()) != (to.dtype(), to.len()) {
@@ -26,6 +24,9 @@ impl CudaStream {
                 to.len(),
                 to.dtype()
             )));
+        }
+        if from.overlaps(to) {
+            return Err(refuse("a copy between slices that overlap".to_owned()));
         }
         let places = (place(self.device(), from), place(self.device(), to));
         if !matches!(
@@ -40,8 +41,9 @@ impl CudaStream {
         }
         self.enqueue("copying", &[from, to], |stream| {
             let stream = stream.cu_stream();
-            // SAFETY: both ranges are alive until the copy is done, by the use that is noted, and as long as the memory
-            // that they are of; the caller's stream order is what is asked for here.
+            // SAFETY: both ranges are inside of their allocations, and of `bytes` bytes, the lengths and dtypes being equal;
+            // the allocations are there until the copy is done, by the use that `enqueue` notes. This is the copy's place
+            // in the order of the stream, which those who made the slices have put other uses before or behind.
             unsafe {
                 match places {
                     (Place::Pinned, _) => {

@@ -32,7 +32,8 @@ impl CudaEvent {
     }
 }
 
-impl Event for CudaEvent {
+// SAFETY: the driver's event is recorded where it is made, and complete when the stream has passed it.
+unsafe impl Event for CudaEvent {
     fn synchronize(&self) -> Result<(), CommError> {
         /// Polls without a pause: some milliseconds.
         const SPINS: u32 = 20_000;
@@ -71,7 +72,8 @@ impl Event for CudaEvent {
 /// An event of a stream that has failed already.
 pub(super) struct Failed(pub CommError);
 
-impl Event for Failed {
+// SAFETY: a device that has failed runs nothing more of what it was given.
+unsafe impl Event for Failed {
     fn synchronize(&self) -> Result<(), CommError> {
         Err(self.0.clone())
     }

@@ -19,7 +19,7 @@ use crate::device::{Slice, Stream};
 
 /// Work of a device's streams, captured once. It may run again and again, one launch at a time.
 ///
-/// It reads and writes memory at the addresses of the capture: who launches it keeps that memory.
+/// It reads and writes memory at the addresses of the capture.
 pub struct CudaWork {
     graph: Mutex<cuda::CudaGraph>,
     compute: Arc<CudaStream>,
@@ -117,7 +117,11 @@ impl CudaWork {
     ///
     /// # Errors
     /// Those of [`CudaStream::enqueue`].
-    pub(crate) fn launch(&self, slices: &[&Slice]) -> Result<(), CommError> {
+    ///
+    /// # Safety
+    /// All memory that the captured work reads and writes is still there, and no one else uses it in the order of the
+    /// compute stream until the launch is over.
+    pub(crate) unsafe fn launch(&self, slices: &[&Slice]) -> Result<(), CommError> {
         let graph = self.graph.lock();
         self.compute.enqueue("launching a graph", slices, |_| graph.launch())
     }

@@ -17,7 +17,7 @@ use super::error::{CudaError, words};
 use super::libraries;
 use super::stream::CudaStream;
 use crate::comm::{Accumulate, CommError};
-use crate::device::{Elementwise, Fill, Slice, Stream};
+use crate::device::{Elementwise, Fill, Op, Slice, Stream};
 use crate::spec::Dtype;
 
 /// The module on one device, with the functions that were asked for.
@@ -111,35 +111,38 @@ impl Kernels {
     }
 
     pub fn elementwise(&self, stream: &CudaStream, op: Elementwise) -> Result<(), CommError> {
-        match &op {
-            Elementwise::Fill(slice, value) => fill(stream, slice, *value),
-            Elementwise::Scale(slice, factor) => {
+        match op.op() {
+            Op::Fill(slice, value) => fill(stream, slice, *value),
+            Op::Scale(slice, factor) => {
                 check(stream, &[slice])?;
                 let name = fsdp_kernels::accumulate(dtype(slice), dtype(slice));
                 let len = slice.len() as u64;
                 let args = AccumulateArgs { acc: address(slice), values: 0, len, beta: *factor, scale: 0.0 };
-                // SAFETY: the arguments are of this kernel; `values` is not read with a scale of 0.
+                // SAFETY: the arguments are of this kernel, and `len` those of the slice; `values` is not read with a scale
+                // of 0.
                 unsafe { self.launch(stream, name, &args, &[slice]) }
             }
-            Elementwise::Cast(from, to) if from.dtype() == to.dtype() => stream.copy(from, to),
-            Elementwise::Cast(from, to) => {
+            Op::Cast(from, to) if from.dtype() == to.dtype() => stream.copy(from, to),
+            Op::Cast(from, to) => {
                 check(stream, &[from, to])?;
                 let name = fsdp_kernels::cast(dtype(from), dtype(to));
                 let args = CastArgs { from: address(from), to: address(to), len: from.len() as u64 };
-                // SAFETY: the arguments are of this kernel, and the lengths are equal.
+                // SAFETY: the arguments are of this kernel; that the lengths are equal, and the slices apart, was checked
+                // when the op was made.
                 unsafe { self.launch(stream, name, &args, &[from, to]) }
             }
-            Elementwise::Move(average, weights, decay) => {
+            Op::Move(average, weights, decay) => {
                 check(stream, &[average, weights])?;
                 let name = fsdp_kernels::accumulate(dtype(weights), dtype(average));
                 let (acc, values, len) = (address(average), address(weights), average.len() as u64);
                 let scale = (1.0 - decay) as f32;
                 let args = AccumulateArgs { acc, values, len, beta: 1.0 - scale, scale };
-                // SAFETY: the arguments are of this kernel, and the lengths are equal.
+                // SAFETY: as above.
                 unsafe { self.launch(stream, name, &args, &[average, weights]) }
             }
-            Elementwise::Swap(a, b) => {
-                let kept = Slice::zeros_in(&stream.device().memory(), a.dtype(), a.len(), None)?;
+            Op::Swap(a, b) => {
+                // SAFETY: it is used by the copies below only, on one stream.
+                let kept = unsafe { Slice::zeros_in(&stream.device().memory(), a.dtype(), a.len(), None) }?;
                 // The memory is there in the order of the compute stream.
                 let compute = stream.device().compute("compute");
                 stream.wait(&compute.record())?;
@@ -150,9 +153,7 @@ impl Kernels {
         }
     }
 
-    /// # Safety
-    /// That of [`CudaStream::sum_ranks`].
-    unsafe fn sum_ranks(
+    fn sum_ranks(
         &self,
         stream: &CudaStream,
         sources: &[Slice],
@@ -167,14 +168,26 @@ impl Kernels {
             let (ranks, most) = (sources.len(), fsdp_kernels::MAX_RANKS);
             return Err(refuse(format!("{ranks} ranks share a device, at most {most} can")));
         }
-        let from = sources[0].dtype();
+        let Some(from) = sources.first().map(Slice::dtype) else {
+            return Err(refuse("a sum of nothing".to_owned()));
+        };
+        let fits = |source: &Slice| {
+            let in_place = source.as_ptr() == out.as_ptr() && source.dtype() == out.dtype();
+            source.dtype() == from && source.len() == out.len() && (in_place || !source.overlaps(out))
+        };
+        if let Some(wrong) = sources.iter().position(|source| !fits(source)) {
+            return Err(refuse(format!(
+                "part {wrong} of a sum differs in length or dtype, or overlaps the sum"
+            )));
+        }
         let Some(name) = fsdp_kernels::sum_ranks(kernel_dtype(from), dtype(out)) else {
             return Err(refuse(format!("a sum of {from} cannot be stored as {}", out.dtype())));
         };
         let addresses: Vec<u64> = sources.iter().map(address).collect();
         let add = accumulate == Accumulate::Add;
         let args = SumRanksArgs::new(&addresses, address(out), out.len() as u64, scale, add);
-        // SAFETY: the arguments are of this kernel; the rest is the caller's promise.
+        // SAFETY: the arguments are of this kernel for these dtypes; all slices are of the device and as long, and the sum is
+        // one of its parts or apart from all, as checked above.
         unsafe { self.launch(stream, name, &args, &slices) }
     }
 }
@@ -183,21 +196,16 @@ impl CudaStream {
     /// `out (+)= scale * (sources[0] + sources[1] + ..)`, summed in this order in f32, rounded once.
     ///
     /// # Errors
-    /// If `out` is neither of f32 nor of the sources' dtype, memory is of another device, and those of the driver.
-    ///
-    /// # Safety
-    /// All slices are as long; the caller's stream order lets the stream read the sources and write `out`, which is one
-    /// of them or apart from all.
-    pub unsafe fn sum_ranks(
+    /// If the sources differ in dtype, or one from `out` in length, if `out` is neither of f32 nor of the sources' dtype, or
+    /// overlaps a source without being it; if memory is of another device; those of the driver.
+    pub fn sum_ranks(
         &self,
         sources: &[Slice],
         out: &Slice,
         scale: f32,
         accumulate: Accumulate,
     ) -> Result<(), CommError> {
-        let kernels = &self.device().state().kernels;
-        // SAFETY: the caller's promise.
-        unsafe { kernels.sum_ranks(self, sources, out, scale, accumulate) }
+        self.device().state().kernels.sum_ranks(self, sources, out, scale, accumulate)
     }
 
     /// Checks that `slices` are memory of the stream's device.

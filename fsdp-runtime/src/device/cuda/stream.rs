@@ -124,7 +124,9 @@ unsafe extern "C" fn run_host_call(call: *mut c_void) {
     }
 }
 
-impl Stream for CudaStream {
+// SAFETY: the driver's streams run work in order, one after the other, and wait for events there; host functions are called
+// in that order too.
+unsafe impl Stream for CudaStream {
     fn name(&self) -> &str {
         &self.name
     }

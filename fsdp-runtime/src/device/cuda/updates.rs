@@ -34,8 +34,10 @@ const HEAD: usize = 8;
 impl Table {
     fn new(backend: &CudaBackend, runs: usize) -> Result<Table, CommError> {
         let elements = (HEAD + runs * size_of::<AdamWSegment>()) / 4;
-        let host = Slice::zeros_in(&backend.device().pinned(), Dtype::F32, elements, None)?;
-        let device = Slice::zeros_in(&backend.device().memory(), Dtype::F32, elements, None)?;
+        // SAFETY: the host writes it when the last copy from it is done (`write`).
+        let host = unsafe { Slice::zeros_in(&backend.device().pinned(), Dtype::F32, elements, None) }?;
+        // SAFETY: copies write it and kernels read it, all on the compute stream.
+        let device = unsafe { Slice::zeros_in(&backend.device().memory(), Dtype::F32, elements, None) }?;
         Ok(Table { host, device, copied: None, fresh: false })
     }
 
@@ -108,7 +110,9 @@ impl CudaBackend {
 
 const _: () = assert!(size_of::<AdamWSegment>() == 48, "two u64 and eight f32, as a table is written");
 
-impl Kernels for CudaBackend {
+// SAFETY: `adamw` checks that its slices are as long and its runs inside of them; `squared_norm` reads whole slices. What
+// else they write is of their own.
+unsafe impl Kernels for CudaBackend {
     fn adamw(
         &self,
         runs: &[AdamWRun],
@@ -119,6 +123,9 @@ impl Kernels for CudaBackend {
     ) -> Result<(), CommError> {
         let Some(longest) = runs.iter().map(|run| run.elements.len()).max() else { return Ok(()) };
         let stream = self.stream();
+        fits(runs, weights, grads, moments)
+            .map_err(|message| CommError::Stream { stream: stream.name().to_owned(), message })?;
+        super::kernels::check(stream, &[weights, grads, moments[0], moments[1]])?;
         let mut tables = self.tables.lock();
         let table = match tables.entry(address(weights)) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
@@ -148,10 +155,10 @@ impl Kernels for CudaBackend {
             scale: 1.0,
         };
         let name = fsdp_kernels::adamw(dtype(grads), dtype(weights));
-        super::kernels::check(stream, &[weights, grads, moments[0], moments[1]])?;
         let launch = args.launch_for(longest as u64, self.device().state().kernels.max_blocks());
         let slices = [weights, grads, moments[0], moments[1], &table.device];
-        // SAFETY: the arguments are of this kernel; runs are inside of the slices, which are as long and of these dtypes.
+        // SAFETY: the arguments are of this kernel for these dtypes; the slices are of the device, as long as the weights,
+        // and the runs inside of them, as checked above. The table has room for the runs.
         unsafe { self.device().state().kernels.launch_as(stream, name, &args, launch, &slices) }
     }
 
@@ -160,15 +167,18 @@ impl Kernels for CudaBackend {
         let partials = |slice: &Slice| SquaredNormArgs::partials_for(slice.len() as u64) as usize;
         let count: usize = slices.iter().map(partials).sum();
         // f64 values, in memory that is counted in f32: the total, then the partial sums.
-        let sums = Slice::zeros_in(&self.device().memory(), Dtype::F32, 2 * (1 + count), None)?;
+        // SAFETY: it stays in this call, whose kernels and copy use it on the compute stream.
+        let sums = unsafe { Slice::zeros_in(&self.device().memory(), Dtype::F32, 2 * (1 + count), None) }?;
         let kernels = &self.device().state().kernels;
+        super::kernels::check(stream, &slices.iter().collect::<Vec<_>>())?;
         let values = address(&sums) + 8;
         let mut next = values;
         for slice in slices {
             let args = SquaredNormArgs { values: address(slice), partials: next, len: slice.len() as u64 };
             next += 8 * partials(slice) as u64;
             let name = fsdp_kernels::squared_norm(dtype(slice));
-            // SAFETY: the arguments are of this kernel; the partial sums have room in `sums`.
+            // SAFETY: the arguments are of this kernel; `sums` has room for the total and as many partial sums as were
+            // counted, by the same function.
             unsafe { kernels.launch(stream, name, &args, &[slice, &sums])? };
         }
         let args = SumArgs { values, total: address(&sums), rounded: 0, len: count as u64, divisor: 1.0 };
@@ -178,6 +188,23 @@ impl Kernels for CudaBackend {
         crate::device::Backend::download(self, &sums.range(0..2), &mut total)?;
         Ok(f64::from_ne_bytes(total))
     }
+}
+
+/// Says what does not fit of the arguments of a step.
+fn fits(runs: &[AdamWRun], weights: &Slice, grads: &Slice, moments: [&Slice; 2]) -> Result<(), String> {
+    let len = weights.len();
+    if let Some(other) =
+        [grads, moments[0], moments[1]].iter().map(|slice| slice.len()).find(|other| *other != len)
+    {
+        return Err(format!(
+            "a step of AdamW on {len} weights with gradients or moments of {other} elements"
+        ));
+    }
+    if moments.iter().any(|moment| moment.dtype() != Dtype::F32) {
+        return Err(format!("a step of AdamW with moments of {}, expected f32", moments[0].dtype()));
+    }
+    let outside = runs.iter().map(|run| &run.elements).find(|run| run.start > run.end || run.end > len);
+    outside.map_or(Ok(()), |run| Err(format!("a step of AdamW on the elements {run:?} of {len}")))
 }
 
 fn dtype(slice: &Slice) -> fsdp_kernels::Dtype {

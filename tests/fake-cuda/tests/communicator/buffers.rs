@@ -16,8 +16,11 @@ fn memory_that_is_registered_outlives_the_communicator() {
             let _session = Session::new(schedule);
             run(2, |rank| {
                 let comm = rank.join()?;
-                let recv = Slice::zeros_in(&NcclMemory::new(&rank.device), Dtype::F32, 64, None)?;
-                let nothing = Slice::zeros_in(&NcclMemory::new(&rank.device), Dtype::F32, 0, None)?;
+                let memory = NcclMemory::new(&rank.device);
+                // SAFETY: the gathers use it, and `download` when their stream has passed them.
+                let recv = unsafe { Slice::zeros_in(&memory, Dtype::F32, 64, None) }?;
+                // SAFETY: it has no element.
+                let nothing = unsafe { Slice::zeros_in(&memory, Dtype::F32, 0, None) }?;
                 comm.register(&[recv.clone(), recv.clone(), nothing], how)?;
                 for step in 0..3 {
                     let send = rank.upload(Dtype::F32, &values(rank.rank() + step, 32))?;
@@ -36,7 +39,9 @@ fn memory_of_a_pool_is_not_registered() {
     let _session = Session::new(Schedule::Latest);
     run(2, |rank| {
         let comm = rank.join()?;
-        for slice in [rank.zeros(Dtype::F32, 4)?, Slice::zeros(Dtype::F32, 4, None)] {
+        // SAFETY: nothing uses it.
+        let of_the_host = unsafe { Slice::zeros(Dtype::F32, 4, None) };
+        for slice in [rank.zeros(Dtype::F32, 4)?, of_the_host] {
             let error = comm.register(&[slice], Registration::Buffer).expect_err("it may move").to_string();
             assert!(
                 error.contains("slice 0 cannot be registered: its memory is not of a fixed place"),

@@ -149,7 +149,10 @@ impl<P: Place> Rank<P> {
             .buckets
             .iter()
             .map(|bucket| {
-                GroupBuffers::allocate(&persistent, bucket.clone(), placement, &MixedPrecision::F32, true)
+                // SAFETY: what drives the pipelines here, the checker and the fake driver, reports uses that are not ordered.
+                unsafe {
+                    GroupBuffers::allocate(&persistent, bucket.clone(), placement, &MixedPrecision::F32, true)
+                }
             })
             .collect::<Result<_, _>>()?;
         let compute = place.compute(setting.device);
@@ -570,9 +573,8 @@ impl<P: Place> Rank<P> {
                 cast(compute, &main, &model)?;
             }
         }
-        self.gather.reset()?;
         let change = if update == Update::Step { Change::Step } else { Change::Loaded(unit) };
-        self.gather.mark_stale(change);
+        self.gather.give_up(change)?;
         Ok(())
     }
 
