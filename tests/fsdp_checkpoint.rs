@@ -440,11 +440,15 @@ fn an_exported_llama_is_a_pretrained_one() {
     let place = Place::new();
     save_llama(&place.path("run"));
     fs::write(place.path("config.json"), CONFIG).unwrap();
+    let generation = serde_json::json!({"eos_token_id": [18, 19]});
+    fs::write(place.path("generation_config.json"), generation.to_string()).unwrap();
     let options = ["--config", "config.json", "--max-shard-size", "2KB"];
     place.run(0, &[&["export", "run", "hf"][..], &options].concat());
     assert!(place.run(0, &["diff", "run", "hf"]).ends_with("the same: 20 tensors\n"));
     let config: Value = serde_json::from_slice(&fs::read(place.path("hf/config.json")).unwrap()).unwrap();
     assert_eq!((&config["bos_token_id"], &config["torch_dtype"]), (&1.into(), &"float32".into()));
+    let saved = fs::read(place.path("hf/generation_config.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&saved).unwrap(), generation);
 
     let saved = Checkpoint::open(place.path("run/step-00000000")).unwrap();
     launch::local(2, |world| -> fsdp_models::Result<()> {

@@ -12,7 +12,9 @@ use serde_json::{Map, Value};
 use crate::LlamaConfig;
 use crate::lora::adapter_of;
 use crate::paths::Paths;
-use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
+use crate::pretrained::{
+    PretrainedWriter, StoredTensor, params_of, read_generation_config, set_dtype, write_generation_config,
+};
 
 /// Elements copied at a time.
 const CHUNK: usize = 1 << 22;
@@ -27,7 +29,8 @@ pub struct ExportOptions<'a> {
     pub dtype: Option<Dtype>,
     /// Most bytes of the tensors in one file; a larger tensor has a file of its own.
     pub max_shard_bytes: u64,
-    /// A Llama's `config.json`, which goes with the weights. Without it, they are not checked against a model.
+    /// A Llama's `config.json`, which goes with the weights, and with it a `generation_config.json` that is beside it. Without it,
+    /// they are not checked against a model.
     pub config: Option<&'a Path>,
 }
 
@@ -134,6 +137,10 @@ fn write(
         tensors.push(StoredTensor { name: name.to_owned(), shape: stored.shape.clone(), dtype });
     }
     let config = options.config.map(|path| config(path, checkpoint, &tensors)).transpose()?;
+    let generation = match options.config.and_then(Path::parent) {
+        Some(beside) => read_generation_config(beside)?,
+        None => None,
+    };
     let total: u64 = tensors.iter().map(StoredTensor::bytes).sum();
     let mut writer = PretrainedWriter::create(dir, &tensors, options.max_shard_bytes)?;
     let mut done = 0;
@@ -153,6 +160,9 @@ fn write(
             }
             progress(done, total);
         }
+    }
+    if let Some(generation) = &generation {
+        write_generation_config(dir, generation)?;
     }
     writer.finish(config.as_ref())?;
     let from_model = sources.values().filter(|&&section| section != options.section).count();

@@ -2,14 +2,15 @@
 
 use std::path::Path;
 
+use fsdp::files::{AtomicFile, FileError};
 use serde_json::{Map, Value};
 
 use super::error::PretrainedError;
+use super::writer::write_json;
 use crate::config::MAX_CONFIG;
 use crate::settings::{Known, Table, read_object};
 
-/// The file's name.
-pub(crate) const GENERATION_CONFIG: &str = "generation_config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// What it may say. Completions here are made by settings that are given with them, so most of it is not looked at, as long as it
 /// is known what it is.
@@ -107,6 +108,13 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
     };
     TABLE.check(json.iter()).into_result(Some(&path))?;
     Ok(Some(json))
+}
+
+/// Writes the file into a directory.
+pub(crate) fn write_generation_config(dir: &Path, json: &Map<String, Value>) -> Result<(), FileError> {
+    let mut file = AtomicFile::create(&dir.join(GENERATION_CONFIG))?;
+    write_json(&mut file, &Value::Object(json.clone()))?;
+    file.commit()
 }
 
 /// The ids that a setting names: one, or a list of them.

@@ -10,8 +10,8 @@ use fsdp::spec::{Dtype, ParamSpec};
 use serde_json::{Map, Value, json};
 
 use super::error::PretrainedError;
-use super::generation::GENERATION_CONFIG;
-use super::writer::{PretrainedWriter, StoredTensor, write_json};
+use super::generation::write_generation_config;
+use super::writer::{PretrainedWriter, StoredTensor};
 use super::{Pretrained, params_of};
 use crate::lora::adapter_of;
 use crate::paths::check_model_dir;
@@ -127,9 +127,7 @@ fn save_shown<M>(
             tokenizer.save(dir)?;
         }
         if let Some(generation) = described.generation {
-            let mut file = AtomicFile::create(&dir.join(GENERATION_CONFIG))?;
-            write_json(&mut file, &Value::Object(generation.clone()))?;
-            file.commit()?;
+            write_generation_config(dir, generation)?;
         }
         let dtype = options.dtype.unwrap_or_else(|| params.first().map_or(Dtype::F32, |spec| spec.key.dtype));
         let mut config = described.config.clone();
