@@ -354,7 +354,7 @@ fn what_ends_a_text_is_found_beside_the_tokenizer() {
     let message = Tokenizer::open(dir.path()).unwrap_err().to_string();
     assert!(message.contains("tokenizer.json` holds no usable tokenizer: "), "{message}");
     let message = Tokenizer::open(&dir.path().join("none")).unwrap_err().to_string();
-    assert!(message.starts_with("cannot open"), "{message}");
+    assert!(message.starts_with("cannot read"), "{message}");
 }
 
 #[test]

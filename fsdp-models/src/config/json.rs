@@ -200,6 +200,7 @@ const CONFIG: Table = Table {
             "is_decoder",
             "label2id",
             "max_sequence_length",
+            "model_max_length",
             "num_labels",
             "prefix",
             "problem_type",

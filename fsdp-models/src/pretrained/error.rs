@@ -65,6 +65,19 @@ pub enum PretrainedError {
         /// What differs.
         reason: String,
     },
+    /// Two tensors that one parameter would be loaded from.
+    #[error(
+        "`{}`: `{}` differs from `{}`, and the model ties them: it has one parameter for both",
+        .path.display(), brief(.other), brief(.read)
+    )]
+    Tied {
+        /// The file.
+        path: PathBuf,
+        /// The tensor that would be read.
+        read: String,
+        /// The one that would be passed over.
+        other: String,
+    },
     /// A finite value that would be stored as an infinite one.
     #[error("element {element} of `{}` is {value}: it becomes infinite in {dtype:?}", brief(.name))]
     Overflow {

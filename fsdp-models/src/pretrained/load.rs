@@ -7,6 +7,7 @@ use fsdp::Fsdp;
 use fsdp::files::{Mismatch, TensorFileError, brief};
 use fsdp::spec::ParamSpec;
 
+use super::error::PretrainedError;
 use super::weights::Weights;
 use crate::lora::adapter_of;
 
@@ -74,6 +75,8 @@ struct Part<'a> {
 struct Plan<'a> {
     /// By parameter.
     parts: BTreeMap<&'a str, Vec<Part<'a>>>,
+    /// Tensors that are read, and others of the file that the model ties to them.
+    tied: Vec<(&'a str, &'a str)>,
     report: LoadReport,
 }
 
@@ -82,13 +85,13 @@ impl Weights {
     /// call it.
     ///
     /// A parameter is known by its name, a fused one by those of its parts, a tied one by any of its names: if the file has
-    /// several of them, the first in declaration order is read. Buffers are not weights and stay as they are,
-    /// and so do [adapters](crate::lora), which pretrained models do not have.
+    /// several of them, they must be the same, and the first in declaration order is read. Buffers are not weights and stay as they
+    /// are, and so do [adapters](crate::lora), which pretrained models do not have.
     ///
     /// # Errors
     /// If [`Strictness::Strict`]: tensors that are missing, unexpected, of another shape, or no floats, all of them in one
-    /// error and nothing loaded. With either: a failed read, after which the weights are partly changed. All ranks get the same
-    /// error.
+    /// error and nothing loaded. With either: tensors that differ and that the model ties, nothing loaded; a failed read, after
+    /// which the weights are partly changed. All ranks get the same error.
     pub fn load<M>(&self, model: &mut Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
         self.load_with(model, strictness, &[])
     }
@@ -104,7 +107,8 @@ impl Weights {
         let plan = self.plan(&params, ties);
         let fits = strictness == Strictness::Lenient || plan.report.skipped.is_empty();
         let outcome = if fits {
-            Ok(())
+            // Once is enough: all values of both are read for it.
+            if model.rank() == 0 { self.check_tied(&plan.tied) } else { Ok(()) }
         } else {
             let (path, mismatch) = (self.path().to_path_buf(), Box::new(plan.report.skipped.clone()));
             Err(TensorFileError::Mismatch { path, mismatch }.into())
@@ -124,6 +128,16 @@ impl Weights {
         Ok(plan.report)
     }
 
+    fn check_tied(&self, tied: &[(&str, &str)]) -> crate::Result<()> {
+        for (read, other) in tied {
+            if self.differ(read, other)? {
+                let [read, other] = [read, other].map(|name| (*name).to_owned());
+                return Err(PretrainedError::Tied { path: self.path().to_path_buf(), read, other }.into());
+            }
+        }
+        Ok(())
+    }
+
     /// How the tensors differ from those of these parameters.
     pub(super) fn compare(&self, params: &[ParamSpec], ties: &[(&str, &str)]) -> Mismatch {
         self.plan(params, ties).report.skipped
@@ -135,6 +149,7 @@ impl Weights {
         let mut expected = Vec::new();
         let mut wanted = Vec::new();
         let mut spare = BTreeSet::new();
+        let mut tied = Vec::new();
         for spec in params.iter().filter(|spec| adapter_of(&spec.name).is_none()) {
             let mut names: Vec<&str> = spec.aliases.iter().map(String::as_str).collect();
             names.extend(ties.iter().filter(|(name, _)| *name == spec.name).map(|(_, other)| *other));
@@ -146,6 +161,12 @@ impl Weights {
                     .filter(|name| known.contains(name));
                 let source = present.next().unwrap_or(tensor.name);
                 spare.extend(present);
+                // Those of `ties` are compared where a file is opened.
+                let others = if spec.fused.is_empty() { spec.aliases.as_slice() } else { &[] };
+                let others = others.iter().map(String::as_str);
+                tied.extend(
+                    others.filter(|name| known.contains(name) && *name != source).map(|name| (source, name)),
+                );
                 expected.push((source, tensor.shape));
                 wanted.push((spec.name.as_str(), Part { elements: tensor.elements, source }));
             }
@@ -173,7 +194,7 @@ impl Weights {
         }
         let ignored = spare.into_iter().map(str::to_owned).collect();
         drop(unusable);
-        Plan { parts, report: LoadReport { loaded, skipped, ignored, notes: Vec::new() } }
+        Plan { parts, tied, report: LoadReport { loaded, skipped, ignored, notes: Vec::new() } }
     }
 
     /// Reads what a part and `range`, elements of the same parameter, have in common into its place in `out`.

@@ -72,7 +72,7 @@ fn an_index_that_is_not_that_of_its_files_is_refused() {
     );
     assert_eq!(message(dir.path()), expected);
     change(dir.path(), |index| index["weight_map"]["model.norm.weight"] = json!("gone.safetensors"));
-    let expected = format!("cannot open `{}`: ", dir.path().join("gone.safetensors").display());
+    let expected = format!("cannot read `{}`: ", dir.path().join("gone.safetensors").display());
     assert!(message(dir.path()).starts_with(&expected), "{}", message(dir.path()));
     change(dir.path(), |index| index["weight_map"] = json!(["model.norm.weight"]));
     assert!(
@@ -110,11 +110,11 @@ fn a_configuration_of_a_larger_model_is_refused_before_anything_is_built() {
     write_config(dir.path(), &large);
     let message = Pretrained::open(dir.path()).unwrap_err().to_string();
     assert!(message.ends_with("num_hidden_layers is 60000, and the file has 20 tensors"), "{message}");
+    // Its rotary tables are as long as the texts that it is given.
     let mut long = small.clone();
     long.max_position_embeddings = 4_000_000_000;
     write_config(dir.path(), &long);
-    let message = Pretrained::open(dir.path()).unwrap_err().to_string();
-    assert!(message.contains("max_position_embeddings is 4000000000: the rotary tables"), "{message}");
+    Pretrained::open(dir.path()).unwrap().model().unwrap();
 }
 
 #[test]

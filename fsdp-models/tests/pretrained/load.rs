@@ -324,6 +324,9 @@ fn any_model_loads_a_tied_parameter_by_any_of_its_names() {
     ];
     for (names, read, ignored) in cases {
         let mut file: Tensors = names.iter().map(|name| content(name, 5)).collect();
+        for name in &ignored {
+            file.insert((*name).to_owned(), file[read].clone());
+        }
         file.extend([content("middle.weight", 2)]);
         write_tensors(&path, &file, |_| Stored::F32);
         launch::local(2, |world| -> fsdp_models::Result<()> {
@@ -338,6 +341,37 @@ fn any_model_loads_a_tied_parameter_by_any_of_its_names() {
             Ok(())
         })
         .unwrap();
+    }
+}
+
+#[test]
+fn tensors_that_differ_are_not_loaded_into_one_tied_parameter() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights.safetensors");
+    let content = |name: &str, rows: usize| (name.to_owned(), (vec![rows, 3], values(name, rows * 3)));
+    let whole: Tensors = [content("first.weight", 5), content("middle.weight", 2)].into();
+    let mut one_value = whole.clone();
+    one_value.insert("last.weight".into(), whole["first.weight"].clone());
+    *one_value.get_mut("last.weight").unwrap().1.last_mut().unwrap() += 1.0;
+    let mut other_shape = whole.clone();
+    other_shape.extend([content("last.weight", 4)]);
+    for file in [one_value, other_shape] {
+        write_tensors(&path, &file, |_| Stored::F32);
+        let expected = format!(
+            "`{}`: `last.weight` differs from `first.weight`, and the model ties them: it has one parameter for both",
+            path.display()
+        );
+        for strictness in [Strictness::Strict, Strictness::Lenient] {
+            launch::local(2, |world| -> fsdp_models::Result<()> {
+                let mut model = Tied::new().fully_shard(&world.data_parallel_mesh())?;
+                let before = gathered(&model);
+                let error = Weights::open(&path)?.load(&mut model, strictness).unwrap_err();
+                assert_eq!(error.to_string(), expected);
+                assert_same(&gathered(&model), &before);
+                Ok(())
+            })
+            .unwrap();
+        }
     }
 }
 

@@ -57,7 +57,7 @@ fn of_a_model() {
     write_single(dir.path(), &config, &tensors(&config), Dtype::BF16);
     refused(&at("config.json"), &open);
     refused(&at("config.json"), &|| Ok(LlamaConfig::from_json_file(&at("config.json")).map(drop)?));
-    refused(&at("model.safetensors"), &|| Weights::open(&at("model.safetensors")).map(drop));
+    refused(&at("model.safetensors"), &|| Weights::open(dir.path()).map(drop));
     fs::remove_file(at("model.safetensors")).unwrap();
     write_indexed(dir.path(), &config, &tensors(&config), Dtype::BF16, 2);
     refused(&at("model.safetensors.index.json"), &open);
@@ -82,7 +82,7 @@ fn of_a_tokenizer_of_adapters_and_of_data() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     Tokenizer::of_bytes().unwrap().save(dir.path()).unwrap();
-    refused(&at("tokenizer.json"), &|| Tokenizer::open(&at("tokenizer.json")).map(drop));
+    refused(&at("tokenizer.json"), &|| Tokenizer::open(dir.path()).map(drop));
     refused(&at("tokenizer_config.json"), &|| Tokenizer::open(dir.path()).map(drop));
     fs::write(
         at("adapter_config.json"),
