@@ -2,6 +2,7 @@
 
 mod bytes;
 mod gguf;
+mod growth;
 mod tables;
 
 use std::io::{ErrorKind, Write};
@@ -210,8 +211,13 @@ impl Tokenizer {
 fn build(file: &Path) -> crate::Result<tokenizers::Tokenizer> {
     let bytes = files::read(file, MAX_TOKENIZER)?;
     tables::check_json(&bytes).into_result(Some(file)).map_err(TokenizerError::from)?;
+    let invalid = |reason| TokenizerError::Invalid { path: file.to_path_buf(), reason };
+    // What is no JSON the library says best.
+    if let Ok(json) = serde_json::from_slice(&bytes) {
+        growth::check(&json).map_err(invalid)?;
+    }
     let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()));
-    Ok(inner.map_err(|reason| TokenizerError::Invalid { path: file.to_path_buf(), reason })?)
+    Ok(inner.map_err(invalid)?)
 }
 
 /// Refuses tokens that `tokenizer_config.json` adds to those of `tokenizer.json`: they would be cut as plain text.

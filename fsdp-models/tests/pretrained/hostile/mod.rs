@@ -5,6 +5,7 @@
 
 mod allocator;
 mod damage;
+mod tokenizers;
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
