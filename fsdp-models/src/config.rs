@@ -9,6 +9,7 @@ use fsdp::files::{FileError, said};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::product::{TooMany, product};
 use crate::settings::{SettingsError, read_object};
 
 /// Sizes and constants of a Llama-architecture model.
@@ -44,6 +45,9 @@ pub struct LlamaConfig {
 
 /// Largest file of settings, in bytes.
 pub(crate) const MAX_CONFIG: u64 = 1 << 24;
+
+/// Most weights of one kind: what an optimizer keeps of several of them can still be counted in bytes.
+const MAX_WEIGHTS: usize = 1 << 44;
 
 /// Largest width of a layer, with which products of sizes can still be counted.
 const MAX_WIDTH: usize = 1 << 24;
@@ -116,6 +120,18 @@ impl LlamaConfig {
                 return Err(ConfigError::TooLarge { field, size, limit });
             }
         }
+        let widest = hidden.max(self.intermediate_size).max(heads * self.head_dim());
+        let block = [
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("hidden_size", hidden),
+            ("widest layer", widest),
+        ];
+        product("weights of blocks", &block, MAX_WEIGHTS)?;
+        product(
+            "weights of the embedding",
+            &[("vocab_size", self.vocab_size), ("hidden_size", hidden)],
+            MAX_WEIGHTS,
+        )?;
         if self.head_dim.is_none() && !hidden.is_multiple_of(heads) {
             return Err(ConfigError::HiddenNotDivisible { hidden, heads });
         }
@@ -131,7 +147,8 @@ impl LlamaConfig {
             }
         }
         let value = self.initializer_range;
-        if !(value.is_finite() && value >= 0.0) {
+        // Weights are drawn in f32.
+        if !((value as f32).is_finite() && value >= 0.0) {
             return Err(ConfigError::Negative { field: "initializer_range", value });
         }
         Ok(())
@@ -177,6 +194,9 @@ pub enum ConfigError {
         /// The largest one.
         limit: usize,
     },
+    /// More weights than any model has, of which the bytes could not be counted.
+    #[error(transparent)]
+    TooMany(#[from] TooMany),
     /// The heads do not fill the hidden size.
     #[error(
         "hidden_size {hidden} is not divisible by num_attention_heads {heads} (remainder {}) and no head_dim is given",
@@ -337,6 +357,16 @@ mod tests {
             message(|c| c.hidden_size = 132),
             "the head dim 33 is odd: rotary embedding needs an even one"
         );
+        assert_eq!(
+            message(|c| (c.hidden_size, c.num_hidden_layers) = (1 << 22, 1 << 16)),
+            "too many weights of blocks: num_hidden_layers 65536 x hidden_size 4194304 x widest layer 4194304, expected at most \
+             17592186044416"
+        );
+        assert!(
+            message(|c| (c.hidden_size, c.vocab_size) = (1 << 20, 1 << 28))
+                .starts_with("too many weights of the embedding")
+        );
+        assert!(message(|c| c.initializer_range = 1e39).starts_with("initializer_range is 1"));
         assert_eq!(message(|c| c.rope_theta = 0.0), "rope_theta is 0: it must be finite and positive");
         assert_eq!(
             message(|c| c.initializer_range = -0.02),

@@ -138,6 +138,10 @@ impl Paths {
     /// The first such path, with the option that names it and what it collides with.
     pub fn check(&self) -> Result<(), PathError> {
         for (at, entry) in self.0.iter().enumerate().filter(|(_, entry)| entry.role != Role::Read) {
+            // What is where a run saves is said to be, whatever else is read from there.
+            if entry.role == Role::Model {
+                entry.alone()?;
+            }
             for (_, other) in self.0.iter().enumerate().filter(|&(other_at, other)| {
                 // Of two that are written, the later one is told of.
                 other.role == Role::Read
@@ -146,7 +150,9 @@ impl Paths {
             }) {
                 entry.beside(other)?;
             }
-            entry.alone()?;
+            if entry.role != Role::Model {
+                entry.alone()?;
+            }
         }
         Ok(())
     }
