@@ -540,10 +540,11 @@ mod tests {
     #[test]
     fn nothing_is_written_into_a_checkpoint_or_in_place_of_one() {
         let files = Files::new();
-        for name in ["run/step-00000003/index.json", "run/step-00000003/a/b"] {
-            let message = files.file(name).unwrap();
-            assert!(message.contains("`/run`, a directory that --checkpoints saves to"), "{message}");
-        }
+        let index = "run/step-00000003/index.json";
+        let same = format!("--metrics and --checkpoints are the same file, `/{index}`");
+        assert_eq!(files.file(index), Some(same));
+        let message = files.file("run/step-00000003/a/b").unwrap();
+        assert!(message.contains("`/run`, a directory that --checkpoints saves to"), "{message}");
         for name in ["run/step-00000009", "run/.lock", "run/.unfinished-step-00000004-1/x"] {
             assert!(files.file(name).is_some() && files.model(name).is_some(), "{name}");
         }
