@@ -10,11 +10,10 @@ use super::expected::{LeftOut, left_out, mismatch, model_tensors};
 use super::index::{Section, StoredTensor};
 use crate::comm::{Phase, Tag};
 use crate::device::update_anywhere;
-use crate::engine::{Engine, Fsdp, FsdpUnit, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
+use crate::engine::{Fsdp, FsdpUnit, Stores, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
 use crate::error::{Error, Result};
 use crate::files::Mismatch;
 use crate::memory::candle_dtype;
-use crate::pipeline::Change;
 use crate::spec::Dtype;
 
 impl<M: FsdpUnit> Fsdp<M> {
@@ -125,14 +124,15 @@ impl<M: FsdpUnit> Fsdp<M> {
         }
         engine.reset_step()?;
         let left_out = left_out(Some(&wrong));
-        let params = load_params(&engine, &group, state, &left_out);
+        let stores = engine.begin_stores()?;
+        let params = load_params(&stores, &group, state, &left_out);
         group.all_done("the full state", params)?;
         for (name, tensor) in buffers.iter().filter(|(name, _)| !left_out.buffer(name)) {
             let bytes = group.by_first(name, || read_buffer(&state[name]).map(|(_, bytes)| bytes))?;
             let loaded = if bytes.is_empty() { Ok(()) } else { overwrite_buffer(tensor, bytes) };
             group.all_done(name, loaded)?;
         }
-        engine.weights_changed(Change::Loaded(None))?;
+        stores.finish()?;
         engine.note_event("after loading a full state".into());
         Ok(wrong)
     }
@@ -163,11 +163,12 @@ fn param_error(name: &str, error: &candle_core::Error) -> Error {
 
 /// Broadcasts one tensor after the other from the first rank; each rank takes what it holds.
 fn load_params(
-    engine: &Engine,
+    stores: &Stores<'_>,
     group: &Group,
     state: &BTreeMap<String, Tensor>,
     left_out: &LeftOut<'_>,
 ) -> Result<()> {
+    let engine = stores.engine();
     let compute = &*engine.streams.compute;
     // After an error the broadcasts go on, as the other ranks are in them.
     let mut outcome = Ok(());
@@ -186,7 +187,7 @@ fn load_params(
             }
             let tag = Tag { unit: tensor.name.into(), phase: Phase::Checkpoint, step: group.step };
             group.comm.broadcast(compute, tag, values.clone(), 0)?;
-            engine.store_elements(param, tensor.elements, &values)?;
+            stores.store(param, tensor.elements, &values)?;
         }
     }
     compute.record().synchronize()?;

@@ -89,10 +89,12 @@ pub unsafe trait Stream: Send + Sync {
     /// On such a stream, the failure carried by the event.
     fn wait(&self, event: &Arc<dyn Event>) -> Result<(), CommError>;
 
-    /// What is still to be done with `slices`, on any stream, comes before the present end of this one: when they are
-    /// dropped, their memory may be given back in its order. Without that it is given back in the order of the compute
-    /// stream, which then waits for all other streams that use it.
-    fn retire(&self, _slices: &[Slice]) {}
+    /// When `slices` are dropped, their memory may be given back in the order of this stream. Without that it is given back
+    /// in the order of the compute stream, which then waits for all other streams that use it.
+    ///
+    /// # Safety
+    /// What is still to be done with the slices, on any stream, comes before the present end of this one.
+    unsafe fn retire(&self, _slices: &[Slice]) {}
 
     /// Itself, for communicators of the same kind of device.
     fn as_any(&self) -> &dyn Any;

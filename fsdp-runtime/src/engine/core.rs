@@ -623,6 +623,10 @@ pub(crate) struct UnitGuard {
 }
 
 impl UnitGuard {
+    pub(crate) fn unit(&self) -> usize {
+        self.unit
+    }
+
     /// Leaves the unit unsharded; the engine's state remembers it.
     fn hold(mut self) {
         self.held = true;

@@ -110,9 +110,10 @@ impl Engine {
             buffer.shard()
         };
         let dtype = shard.dtype();
-        // SAFETY: it is known to this call and to the caller, which both use it in the order of the compute stream.
         let whole = match category {
+            // SAFETY: it is known to this call and to the caller, which both use it in the order of the compute stream.
             Some(category) => unsafe { self.account.allocate(category, dtype, layout.size) }?,
+            // SAFETY: as above.
             None => unsafe { self.account.allocate_briefly(dtype, layout.size) }?,
         };
         let part = Gather { send: shard, recv: whole.clone() };

@@ -59,15 +59,15 @@ impl<M> Fsdp<M> {
     pub fn grad_norm(&self) -> Result<f64> {
         let engine = self.engine();
         backward_step::refuse(engine, "clipping and norms")?;
-        engine.finish_grad_sync()?;
         let norm = engine.main_grad_norm()?;
         Ok(norm * engine.state.lock().unscale.unwrap_or(1.0))
     }
 }
 
 impl Engine {
-    /// The global norm of the main gradients as they are. Their reductions must be finished.
+    /// The global norm of the main gradients as they are, once all are reduced.
     fn main_grad_norm(&self) -> Result<f64> {
+        self.finish_grad_sync()?;
         if let Some(known) = self.state.lock().grad_norm {
             return Ok(known);
         }
@@ -89,8 +89,8 @@ impl Engine {
         }
         let mut sum = [match self.backend.kernels() {
             Some(kernels) => kernels.squared_norm(&shards)?,
-            // SAFETY: all who call this have waited for all reductions (`finish_grad_sync`), and nothing begins one before the
-            // next backward, which is this thread's, as the model is.
+            // SAFETY: all reductions are done (`finish_grad_sync`), and nothing begins one before the next backward, which is
+            // this thread's, as the model is.
             None => shards.iter().map(|shard| unsafe { read_f32(shard, squared_norm) }).sum(),
         }];
         self.comm.host_reduce(self.tag("gradient norm", Phase::Optimizer), HostOp::Sum, &mut sum)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 
-use super::core::{Engine, ROOT, State};
+use super::core::{Engine, ROOT, State, UnitGuard};
 use super::param::Param;
 use super::root_parts::END;
 use crate::comm::{CommError, Phase};
@@ -14,8 +14,9 @@ use crate::error::Result;
 use crate::pipeline::{GradTarget, Moment};
 
 impl Engine {
-    /// A forward of `unit` has happened whose backward is to come. To be called while the unit is unsharded.
-    pub(crate) fn expect_backward(self: &Arc<Self>, unit: usize) -> Expectation {
+    /// A forward of the unit that `whole` keeps unsharded has happened, and its backward is to come.
+    pub(crate) fn expect_backward(self: &Arc<Self>, whole: &UnitGuard) -> Expectation {
+        let unit = whole.unit();
         let mut state = self.state.lock();
         state.units[unit].pending += 1;
         state.gather.expect_backward(unit);

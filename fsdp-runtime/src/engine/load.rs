@@ -57,13 +57,7 @@ impl Engine {
     }
 
     /// Writes what this rank holds of the `elements` of a parameter, whose values in f32 are `values`.
-    /// [`Engine::weights_changed`] is to be called when all are written.
-    pub(crate) fn store_elements(
-        &self,
-        param: usize,
-        elements: Range<usize>,
-        values: &Slice,
-    ) -> Result<(), CommError> {
+    fn store_elements(&self, param: usize, elements: Range<usize>, values: &Slice) -> Result<(), CommError> {
         let (group, item) = self.layout.place_of(param);
         let group = &self.groups[group];
         let item = &group.layout.items[item];
@@ -121,6 +115,41 @@ impl Engine {
             }
         }
         cast(compute, values, &group.model_weight.part(part.clone()))
+    }
+}
+
+/// Weights that are written one part after the other.
+#[must_use = "the model has the weights once this is finished"]
+pub(crate) struct Stores<'a> {
+    engine: &'a Engine,
+}
+
+impl Engine {
+    /// Begins to write weights part by part: nothing that uses them is under way.
+    pub(crate) fn begin_stores(&self) -> Result<Stores<'_>> {
+        self.settle()?;
+        Ok(Stores { engine: self })
+    }
+}
+
+impl<'a> Stores<'a> {
+    pub(crate) fn engine(&self) -> &'a Engine {
+        self.engine
+    }
+
+    /// Writes what this rank holds of the `elements` of a parameter, whose values in f32 are `values`.
+    pub(crate) fn store(
+        &self,
+        param: usize,
+        elements: Range<usize>,
+        values: &Slice,
+    ) -> Result<(), CommError> {
+        self.engine.store_elements(param, elements, values)
+    }
+
+    /// All are written.
+    pub(crate) fn finish(self) -> Result<()> {
+        Ok(self.engine.weights_changed(Change::Loaded(None))?)
     }
 }
 

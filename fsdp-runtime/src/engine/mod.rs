@@ -50,6 +50,7 @@ pub use full_params::FullParam;
 #[cfg(feature = "cuda")]
 pub use graph::StepGraph;
 pub(crate) use held::{Held, HeldState, StepCounts};
+pub(crate) use load::Stores;
 pub use loss_scale::Step;
 pub use module::{Buffer, FsdpUnit, Fused, Shaped, Tie, Visitor, Walker};
 pub use optimizer::ShardedOptimizer;

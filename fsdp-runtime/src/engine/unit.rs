@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::buffers::BufferValues;
 use super::config::Recompute;
-use super::core::{Engine, WEIGHTS_CHANGED};
+use super::core::{Engine, UnitGuard, WEIGHTS_CHANGED};
 use super::forward::{Forward, Tensors};
 use super::gradients::Expectation;
 use super::module::{FsdpUnit, Walker};
@@ -211,8 +211,8 @@ impl<T> Unit<T> {
         if !outer.track {
             // Evaluation, or a unit inside one that keeps no graph in its forward.
             let (output, _) = match casts.input {
-                None => run.forward(input, false, "forward")?,
-                to => run.forward(&cast_floats(input, to)?, false, "forward")?,
+                None => run.forward(&guard, input, false, "forward")?,
+                to => run.forward(&guard, &cast_floats(input, to)?, false, "forward")?,
             };
             return if casts.output.is_none() { Ok(output) } else { cast_floats(&output, casts.output) };
         }
@@ -220,20 +220,21 @@ impl<T> Unit<T> {
         let packed = cast_float(packed, casts.input)?;
         let (saved, value) = match bound.recompute {
             Recompute::None => {
-                let inner = run.graph(&packed, &shapes, "forward")?;
+                let inner = run.graph(&guard, &packed, &shapes, "forward")?;
                 let value = copy_out(&inner.output)?;
                 (Saved::Graph(inner), value)
             }
             Recompute::Unit => {
                 let buffers = BufferValues::of(&run.buffers)?;
-                let (output, _) = run.forward(&I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
+                let (output, _) =
+                    run.forward(&guard, &I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
                 let (output, output_shapes) = output.pack()?;
                 let value = copy_out(&output)?;
                 let (shape, buffers) = (output.shape().clone(), buffers.of_changed()?);
                 (Saved::Inputs { input_shapes: shapes, output_shapes, shape, buffers }, value)
             }
         };
-        let expectation = bound.engine.expect_backward(bound.unit);
+        let expectation = bound.engine.expect_backward(&guard);
         drop(guard);
         let (shape, output_shapes) = match &saved {
             Saved::Graph(inner) => (inner.output.shape().clone(), inner.output_shapes.clone()),
@@ -318,8 +319,14 @@ where
     I: Tensors,
     O: Tensors,
 {
-    /// Runs the module; the unit must be unsharded.
-    fn forward(&self, input: &I, track: bool, name: &'static str) -> Result<(O, Vec<Param>)> {
+    /// Runs the module, while its unit is `whole`.
+    fn forward(
+        &self,
+        _whole: &UnitGuard,
+        input: &I,
+        track: bool,
+        name: &'static str,
+    ) -> Result<(O, Vec<Param>)> {
         let span = self.engine.begin_span(name, &self.engine.units[self.unit].path);
         let frame = Frame {
             engine: self.engine.clone(),
@@ -344,21 +351,33 @@ where
     }
 
     /// Runs the module on a detached input and keeps the graph.
-    fn graph(&self, packed: &Tensor, shapes: &[Shape], name: &'static str) -> Result<Graph> {
+    fn graph(
+        &self,
+        whole: &UnitGuard,
+        packed: &Tensor,
+        shapes: &[Shape],
+        name: &'static str,
+    ) -> Result<Graph> {
         let tracked = packed.track_op();
         let leaf = if tracked { Var::from_tensor(&packed.detach())?.into_inner() } else { packed.detach() };
-        let (output, borrowed) = self.forward(&I::unpack(&leaf, shapes)?, true, name)?;
+        let (output, borrowed) = self.forward(whole, &I::unpack(&leaf, shapes)?, true, name)?;
         let (output, output_shapes) = output.pack()?;
         Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
     }
 
     /// Runs the module again, on what it had the first time: the `buffers` that it has changed as they were before. What
     /// it writes to buffers this time is dropped.
-    fn recompute(&mut self, packed: &Tensor, shapes: &[Shape], buffers: &BufferValues) -> Result<Graph> {
+    fn recompute(
+        &mut self,
+        whole: &UnitGuard,
+        packed: &Tensor,
+        shapes: &[Shape],
+        buffers: &BufferValues,
+    ) -> Result<Graph> {
         let present = BufferValues::of(&self.buffers)?;
         buffers.restore()?;
         self.recomputing = true;
-        let graph = self.graph(packed, shapes, "recompute");
+        let graph = self.graph(whole, packed, shapes, "recompute");
         present.restore()?;
         graph
     }
@@ -484,7 +503,7 @@ where
         let graph = match saved {
             Saved::Graph(graph) => graph,
             Saved::Inputs { input_shapes, buffers, shape, .. } => {
-                let graph = run.recompute(input, &input_shapes, &buffers)?;
+                let graph = run.recompute(&guard, input, &input_shapes, &buffers)?;
                 if graph.output.shape() != &shape {
                     let message = format!(
                         "its forward gave {shape:?}, and {:?} when it was recomputed: it must give the same each time",

@@ -512,7 +512,8 @@ impl AllGatherPipeline {
         self.tracer.enqueue(&**gather, "all-gather", "all-gather", path, || {
             neighbours.all_gather(&**gather, moment.tag(path), parts)
         })?;
-        gather.retire(&kept);
+        // SAFETY: the compute stream has written them before the gather, which is the last to read them, on this stream.
+        unsafe { gather.retire(&kept) };
         weights.status = Status::InFlight(gather.record());
         Ok(())
     }

@@ -78,7 +78,12 @@ impl Scratch {
         let small = self.buffers.iter().position(|buffer| buffer.dtype() == dtype);
         if let Some(small) = small {
             let small = self.buffers.swap_remove(small);
-            if self.captured { self.kept.push(small) } else { stream.retire(&[small]) }
+            if self.captured {
+                self.kept.push(small);
+            } else {
+                // SAFETY: the stream has waited for the last use of scratch memory on another one (`take`).
+                unsafe { stream.retire(&[small]) };
+            }
         }
         let device = stream.device();
         let buffer = match &self.allocate {

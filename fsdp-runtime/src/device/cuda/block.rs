@@ -309,7 +309,10 @@ pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Res
 }
 
 /// Has `slices` freed in the order of `stream`.
-pub(super) fn retire(stream: &Arc<cuda::CudaStream>, slices: &[Slice]) {
+///
+/// # Safety
+/// That of [`Stream::retire`](crate::device::Stream::retire).
+pub(super) unsafe fn retire(stream: &Arc<cuda::CudaStream>, slices: &[Slice]) {
     for block in slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>()) {
         *block.retired_on.lock() = Some(stream.clone());
     }

@@ -184,8 +184,9 @@ unsafe impl Stream for CudaStream {
         }
     }
 
-    fn retire(&self, slices: &[Slice]) {
-        retire(&self.stream, slices);
+    unsafe fn retire(&self, slices: &[Slice]) {
+        // SAFETY: the caller's promise.
+        unsafe { retire(&self.stream, slices) };
     }
 
     fn as_any(&self) -> &dyn Any {
