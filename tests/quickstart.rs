@@ -1,4 +1,4 @@
-//! `examples/quickstart.rs` as a user runs it.
+//! `examples/quickstart.rs` as a user runs it, and what the README says a crate of one's own depends on.
 
 mod support;
 
@@ -18,4 +18,17 @@ fn it_trains_unless_it_is_asked_what_it_does() {
     let losses: Vec<f64> =
         said.lines().map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
     assert!(losses.len() == 6 && losses[5] < losses[0] / 4.0, "{said}");
+}
+
+#[test]
+fn the_readme_names_the_version_of_candle_that_this_is_built_with() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap();
+    let (readme, manifest) = (read("README.md"), read("Cargo.toml"));
+    let after = |text: &str, start: &str| {
+        let version = text.split_once(start).expect(start).1.split_once('"').unwrap().0;
+        version.to_owned()
+    };
+    let ours = after(&manifest, "\ncandle-core = { version = \"");
+    assert_eq!(after(&readme, "\ncandle-core = \""), ours);
 }
