@@ -6,6 +6,7 @@ mod aliasing_kept;
 mod boundary;
 mod boundary_values;
 mod clipping;
+mod copies;
 mod declarations;
 mod dropout;
 mod ema;

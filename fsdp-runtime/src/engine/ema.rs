@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::core::Engine;
 use super::fsdp::Fsdp;
+use super::replicas::Written;
 use crate::buffer::GroupBuffers;
 use crate::comm::Phase;
 use crate::device::{Slice, cast, move_towards, swap};
@@ -92,9 +93,12 @@ impl<M> Fsdp<M> {
     /// Every rank must call it. The closure has the model by shared reference: no optimizer can step it.
     ///
     /// # Errors
-    /// If the average is another model's, those of `evaluate` and of the streams.
+    /// If the average is another model's, or ranks hold copies of it that differ; those of `evaluate` and of the streams.
     pub fn with_ema<T>(&mut self, ema: &mut Ema, evaluate: impl FnOnce(&Fsdp<M>) -> Result<T>) -> Result<T> {
-        self.exchanged(ema, |model| evaluate(model))
+        self.exchanged(ema, |model| {
+            model.engine().agree_on_copies(Written::Owned, Ok(()))?;
+            evaluate(model)
+        })
     }
 
     /// Runs `run` on the model with the averaged weights in place of its own, and its own in place of the average.

@@ -335,8 +335,13 @@ impl<M> Fsdp<M> {
     /// parameter (row-major), for each part that this rank holds; they begin as the present ones. Main weights take the values as they are,
     /// 16-bit model weights round them.
     ///
+    /// Every rank must call it. Ranks that hold copies, with [`Strategy::NoShard`](crate::spec::Strategy::NoShard) or along
+    /// `dp_outer`, exchange a checksum for each parameter: all must write the same values.
+    ///
     /// # Errors
-    /// Those of `read`; the weights are then partly changed.
+    /// Those of `read`, where there are copies on all ranks; copies that differ, on all ranks, with the parameter, the
+    /// element, the ranks and their values. The weights are then changed, in part or on each rank in another way: load
+    /// again.
     pub fn load_weights(
         &mut self,
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,

@@ -3,12 +3,13 @@
 use std::ops::Range;
 
 use super::core::Engine;
+use super::replicas::Written;
 use crate::buffer::GroupBuffers;
-use crate::comm::CommError;
+use crate::comm::{CommError, Phase};
 use crate::device::{Slice, cast, update_anywhere};
 use crate::error::Result;
 use crate::layout::Item;
-use crate::pipeline::Change;
+use crate::pipeline::{Change, Moment};
 use crate::spec::{Dtype, ParamSpec};
 
 impl Engine {
@@ -23,7 +24,29 @@ impl Engine {
     }
 
     /// The same for one unit, or for all of them.
+    ///
+    /// Where ranks hold copies ([`Engine::agree_on_copies`]) all must call it.
     pub(crate) fn fill_unit_weights(
+        &self,
+        unit: Option<usize>,
+        write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        self.complete_shards()?;
+        let written = self.write_weights(unit, write);
+        // Whatever was written before an error counts.
+        self.weights_changed(Change::Loaded(unit))?;
+        self.agree_on_copies(Written::Held(unit), written)
+    }
+
+    /// Settles, and has the present values of what this rank holds here, those included that other outer ranks have updated.
+    fn complete_shards(&self) -> Result<(), CommError> {
+        self.settle()?;
+        let mut state = self.state.lock();
+        let moment = Moment { phase: Phase::Setup, step: state.step };
+        state.gather.complete_shards(&self.groups, moment)
+    }
+
+    fn write_weights(
         &self,
         unit: Option<usize>,
         mut write: impl FnMut(usize, &ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
@@ -53,7 +76,7 @@ impl Engine {
                 }
             }
         }
-        Ok(self.weights_changed(Change::Loaded(unit))?)
+        Ok(())
     }
 
     /// Writes what this rank holds of the `elements` of a parameter, whose values in f32 are `values`.
@@ -72,7 +95,7 @@ impl Engine {
     }
 
     /// The elements of the bucket that are of this parameter and this rank has weights for.
-    fn held_part(&self, group: &GroupBuffers, item: &Item) -> Option<Range<usize>> {
+    pub(super) fn held_part(&self, group: &GroupBuffers, item: &Item) -> Option<Range<usize>> {
         let extent =
             if self.config.strategy.shards_optim() { group.shard.clone() } else { 0..group.layout.size };
         let part = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
@@ -125,9 +148,9 @@ pub(crate) struct Stores<'a> {
 }
 
 impl Engine {
-    /// Begins to write weights part by part: nothing that uses them is under way.
+    /// Begins to write weights part by part: nothing that uses them is under way. All ranks must call it.
     pub(crate) fn begin_stores(&self) -> Result<Stores<'_>> {
-        self.settle()?;
+        self.complete_shards()?;
         Ok(Stores { engine: self })
     }
 }
@@ -147,9 +170,10 @@ impl<'a> Stores<'a> {
         self.engine.store_elements(param, elements, values)
     }
 
-    /// All are written.
+    /// All are written; all ranks must call it.
     pub(crate) fn finish(self) -> Result<()> {
-        Ok(self.engine.weights_changed(Change::Loaded(None))?)
+        self.engine.weights_changed(Change::Loaded(None))?;
+        self.engine.agree_on_copies(Written::Held(None), Ok(()))
     }
 }
 

@@ -28,6 +28,7 @@ mod optimizer;
 mod owner_step;
 mod param;
 mod param_groups;
+mod replicas;
 mod report;
 mod root_parts;
 mod scope;

@@ -518,6 +518,22 @@ impl AllGatherPipeline {
         Ok(())
     }
 
+    /// Completes the shards of all units, where an optimizer step has left them to other outer ranks, and makes the
+    /// compute stream wait for that. All ranks must call it alike.
+    pub(crate) fn complete_shards(
+        &mut self,
+        groups: &[GroupBuffers],
+        moment: Moment,
+    ) -> Result<(), CommError> {
+        if self.options.outer.is_none() || self.units.iter().all(|unit| !unit.outer_stale) {
+            return Ok(());
+        }
+        for unit in 0..self.units.len() {
+            self.launch_outer(groups, unit, moment)?;
+        }
+        self.streams.compute.wait(&self.streams.gather.record())
+    }
+
     /// After an optimizer step: completes the unit's shards by the parts that other outer ranks have updated.
     fn launch_outer(
         &mut self,

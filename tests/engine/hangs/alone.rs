@@ -324,10 +324,24 @@ fn a_learning_rate_set_alone() {
 
 #[test]
 fn weights_loaded_alone() {
-    for strategy in Strategy::ALL {
+    for strategy in Strategy::ALL.into_iter().filter(|strategy| *strategy != Strategy::NoShard) {
         let load = |training: &mut Training| training.model.load_weights(|_, _, _| Ok(()));
         is_told(strategy, load, &["rank 1 is after a load in step 3", "is after step 2 by optimizer sgd"]);
     }
+    // Where there are copies, it waits for the others to compare them.
+    let ends = at_once(3, |world| {
+        let mut training = Training::begun(&world.data_parallel_mesh(), &config(Strategy::NoShard))?;
+        if world.rank() == 1 {
+            training.model.load_weights(|_, _, _| Ok(()))?;
+        }
+        training.go_on()
+    });
+    ends.every_rank_says(&[
+        "`copies of the weights` (setup, step 2",
+        "of unit `layers.",
+        "(backward, step 2",
+        HINT,
+    ]);
 }
 
 #[test]
