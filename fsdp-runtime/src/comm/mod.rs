@@ -274,6 +274,11 @@ pub unsafe trait Communicator: Send + Sync {
         false
     }
 
+    /// Why it has no collectives of streams, if it has only those of the host.
+    fn moves_no_data(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Traffic of this rank so far, by operation, all duplicates of the communicator together.
     fn counters(&self) -> Vec<(&'static str, CommCounter)>;
 }

@@ -18,7 +18,14 @@ pub(crate) fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
             )));
         }
     }
-    Ok(())
+    match mesh.communicator().moves_no_data() {
+        Some(why) => Err(Error::Config(format!(
+            "a model cannot be sharded over this mesh: {why}, which its weights and gradients need. Start ranks that compute \
+             on the CPU as threads of one process (`launch::local`); ranks with a GPU each put the mesh on it first \
+             (`mesh.on(&device)`, features `cuda` and `nccl`)"
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// Registered buffers are as many as were registered.

@@ -6,11 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fsdp_runtime::comm::local::LocalOptions;
-use fsdp_runtime::comm::tcp::TcpComm;
+use fsdp_runtime::comm::tcp::{Place, TcpComm};
 use fsdp_runtime::comm::{CommError, Communicator};
 use fsdp_runtime::launch::World;
 
-use super::world::{LATE, Outcome, SOON, free_port, launch, place, tag};
+use super::world::{LATE, Outcome, SOON, free_port, hello, launch, place, tag};
 
 /// Launches, and checks that all ranks but `lost` fail soon with all of `words` in their message.
 fn all_but_one_fail(
@@ -77,6 +77,24 @@ fn ranks_that_call_different_collectives_are_told() {
 }
 
 #[test]
+fn ranks_that_wait_for_each_other_are_told_at_once() {
+    let words = [
+        "the ranks wait for each other: ",
+        "rank 1 waits in host-barrier of `b` (setup, step 0, 0 B) for ranks [0, 2]",
+        " in host-gather of `a` (setup, step 0, 0 B) for rank",
+        "was something called on one rank only?",
+    ];
+    all_but_one_fail(3, LATE, 3, &words, |world| {
+        let comm = world.communicator();
+        let (a, b) = (comm.duplicate("a"), comm.duplicate("b"));
+        match world.rank() {
+            1 => Ok(b.host_barrier(tag("b"))?),
+            _ => Ok(a.host_gather(tag("a"), Vec::new()).map(drop)?),
+        }
+    });
+}
+
+#[test]
 fn ranks_that_do_not_belong_are_refused() {
     let port = free_port();
     let options = || LocalOptions { timeout: SOON, ..LocalOptions::default() };
@@ -91,13 +109,33 @@ fn ranks_that_do_not_belong_are_refused() {
         assert!(error.contains(words), "{error}");
     }
     let second = TcpComm::join(&place(1, 2, port), options()).expect("it belongs");
-    // Nobody listens for one who comes again.
-    let again = TcpComm::join(&place(1, 2, port), options()).err().expect("an error");
-    assert!(matches!(again, CommError::TimedOut { .. } | CommError::RankFailed { .. }), "{again}");
+    // Whoever comes again learns it, and does no harm.
+    for rank in [1, 1, 0] {
+        let again = TcpComm::join(&place(1, 2, port), options()).err().expect("an error");
+        assert!(matches!(again, CommError::RankFailed { failed: 0, .. }), "{rank}: {again}");
+        let again = again.to_string();
+        assert!(
+            again.starts_with("rank 1: rank 0 refuses rank 1: rank 1 has joined already, from 127.0.0.1:"),
+            "{again}"
+        );
+        assert!(again.ends_with("; are two processes started as rank 1?"), "{again}");
+    }
     thread::scope(|scope| {
-        scope.spawn(|| drop(second));
+        let second = scope.spawn(move || second.host_gather(tag("rank"), vec![1]).map(drop));
+        assert_eq!(first.host_gather(tag("rank"), vec![0]), Ok(vec![vec![0], vec![1]]));
+        second.join().expect("it does not panic").expect("the run goes on");
+        // It has left.
+        let again = TcpComm::join(&place(1, 2, port), options()).err().expect("an error").to_string();
+        assert!(again.contains("rank 1 has joined already"), "{again}");
     });
     drop(first);
+}
+
+#[test]
+fn ranks_on_several_machines_need_a_secret() {
+    let place = Place { address: ("192.0.2.1".to_owned(), 29500), ..place(1, 2, 0) };
+    let error = TcpComm::join(&place, LocalOptions::default()).err().expect("an error").to_string();
+    assert!(error.starts_with("rank 1: FSDP_TOKEN is not set: "), "{error}");
 }
 
 #[test]
@@ -119,13 +157,8 @@ fn garbage_does_no_harm() {
     stranger.write_all(message).expect("it is taken");
     assert_eq!(stranger.read_to_end(&mut Vec::new()).unwrap_or(0), 0);
     // As a rank's first message, and something else after it.
-    let hello = br#"{"Hello":{"version":2,"rank":1,"size":2}}"#;
-    let mut frame = b"FSDP".to_vec();
-    frame.extend((hello.len() as u64).to_le_bytes());
-    frame.extend(0u64.to_le_bytes());
-    frame.extend(hello);
     let mut rank = connect();
-    rank.write_all(&frame).expect("it is taken");
+    assert!(hello(&mut rank, "", 1, 2), "it is one of this machine");
     let mut welcome = [0; 20];
     rank.read_exact(&mut welcome).expect("it is welcome");
     rank.write_all(message).expect("it is taken");

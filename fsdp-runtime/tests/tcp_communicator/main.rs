@@ -3,4 +3,5 @@
 mod collectives;
 mod failures;
 mod processes;
+mod strangers;
 mod world;

@@ -4,11 +4,12 @@ use std::process::{Child, Command, Output, Stdio};
 
 use fsdp_runtime::comm::Communicator;
 use fsdp_runtime::launch::distributed;
+use fsdp_runtime::{FullyShard, Param};
 
 use super::world::{Outcome, free_port, tag};
 
 /// What a rank does, if this process is one: the variable says which test started it.
-fn rank(test: &str, main: impl Fn(&dyn Communicator) -> Outcome<()> + Sync) -> bool {
+pub fn rank(test: &str, main: impl Fn(&dyn Communicator) -> Outcome<()> + Sync) -> bool {
     if std::env::var("TCP_TEST").is_ok_and(|started| started == test) {
         match distributed(|world| main(&**world.communicator())) {
             Ok(()) => println!("rank ended well"),
@@ -21,22 +22,29 @@ fn rank(test: &str, main: impl Fn(&dyn Communicator) -> Outcome<()> + Sync) -> b
 
 /// Starts this test's program as each of `size` ranks, one of which may be told to die.
 fn start(test: &str, size: usize, dying: Option<usize>) -> Vec<Child> {
-    let port = free_port().to_string();
+    let port = free_port();
     let start = |rank: usize| {
-        let mut command = Command::new(std::env::current_exe().expect("the program has a path"));
-        command.args(["--exact", &format!("processes::{test}"), "--nocapture"]);
-        command.env("TCP_TEST", test).env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
-        command.env("WORLD_SIZE", size.to_string()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-        command.env("FSDP_TIMEOUT_SECS", "60").env_remove("FSDP_PORT");
+        let mut command = command(&format!("processes::{test}"), test, rank, size, port);
         if dying == Some(rank) {
             command.env("DYING", "1");
         }
-        command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("it starts")
+        command.spawn().expect("it starts")
     };
     (0..size).map(start).collect()
 }
 
-fn text(output: Output) -> String {
+/// This test's program as a rank of the test at `path`.
+pub fn command(path: &str, test: &str, rank: usize, size: usize, port: u16) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("the program has a path"));
+    command.args(["--exact", path, "--nocapture"]);
+    command.env("TCP_TEST", test).env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+    command.env("WORLD_SIZE", size.to_string()).env("MASTER_ADDR", "127.0.0.1");
+    command.env("MASTER_PORT", port.to_string()).env("FSDP_TIMEOUT_SECS", "60").env_remove("FSDP_PORT");
+    command.stdout(Stdio::piped()).stderr(Stdio::null());
+    command
+}
+
+pub fn text(output: Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
@@ -53,6 +61,26 @@ fn processes_are_joined() {
     for child in start("processes_are_joined", 3, None) {
         let said = text(child.wait_with_output().expect("it ends"));
         assert!(said.contains("rank ended well"), "{said}");
+    }
+}
+
+#[test]
+fn a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded() {
+    let test = "a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded";
+    if std::env::var("TCP_TEST").is_ok_and(|started| started == test) {
+        let ended = distributed(|world| Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop));
+        println!("{}", ended.unwrap_err());
+        return;
+    }
+    for (rank, child) in start(test, 2, None).into_iter().enumerate() {
+        let said = text(child.wait_with_output().expect("it ends"));
+        let words = [
+            &format!("rank {rank} failed: configuration: a model cannot be sharded over this mesh: "),
+            "have no collectives of streams",
+            "threads of one process (`launch::local`)",
+            "`mesh.on(&device)`",
+        ];
+        assert!(words.iter().all(|word| said.contains(*word)), "{said}");
     }
 }
 

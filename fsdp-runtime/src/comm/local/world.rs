@@ -392,6 +392,11 @@ impl LocalWorld {
     /// streams that it makes. So waits of this rank that cannot end become known, until other threads call collectives
     /// for it.
     pub fn begin(self: &Arc<Self>, rank: usize) {
+        self.activity(rank).enter();
+    }
+
+    /// The threads of `rank`, which are known from now on: one of them runs.
+    pub(in crate::comm) fn activity(self: &Arc<Self>, rank: usize) -> Arc<Activity> {
         let world = Arc::downgrade(self);
         let activity = Activity::new(move || {
             if let Some(world) = world.upgrade() {
@@ -399,10 +404,10 @@ impl LocalWorld {
             }
         });
         activity.start();
-        activity.enter();
         if self.activities[rank].set(activity.clone()).is_ok() {
-            self.state.lock().ranks[rank].activity = Some(activity);
+            self.state.lock().ranks[rank].activity = Some(activity.clone());
         }
+        activity
     }
 
     /// The code of `rank` is over, without an error; what is under way on its streams may still go on. To be called in the

@@ -3,16 +3,18 @@
 use std::collections::HashMap;
 use std::io::{Error, ErrorKind};
 use std::net::{Shutdown, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::hello::{self, Hello};
+use super::secret::Secret;
 use super::server::{Server, words};
-use super::wire::{self, Answer, Request, VERSION};
+use super::wire::{self, Answer, Request};
 use super::{PING, Place, silence};
 use crate::comm::CommError;
 
@@ -26,6 +28,8 @@ pub(super) struct Connection {
     /// The failure of the world, or of the connection.
     failure: Mutex<Option<CommError>>,
     next: AtomicU64,
+    /// The thread of a launched rank.
+    own: OnceLock<ThreadId>,
     /// The rank has said that it goes: the connection may end.
     left: AtomicBool,
 }
@@ -47,20 +51,21 @@ impl Membership {
     pub(super) fn join(
         place: &Place,
         timeout: Duration,
+        secret: &Secret,
         server: Option<Server>,
     ) -> Result<Membership, CommError> {
         let failed = |message: String| CommError::RankFailed { rank: place.rank, failed: 0, message };
         let (host, port) = &place.address;
         let lost =
-            |error: Error| failed(format!("rank 0 at {host}:{port} does not answer: {}", words(&error)));
+            |error: Error| failed(format!("rank 0 at {host}:{port} does not let it in: {}", words(&error)));
         let mut stream = reach(place, timeout)?;
-        let hello = Request::Hello { version: VERSION, rank: place.rank, size: place.size };
+        let own = Hello { rank: place.rank, size: place.size };
         let prepare = |stream: &mut TcpStream| {
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(silence(timeout)))?;
             stream.set_write_timeout(Some(silence(timeout)))?;
-            wire::write(stream, &hello, &[])?;
-            wire::read(stream)
+            hello::say(stream, secret, own)?;
+            wire::read::<Answer>(stream)
         };
         match prepare(&mut stream).map_err(lost)? {
             (Answer::Welcome, _) => {}
@@ -74,6 +79,7 @@ impl Membership {
             waiting: Mutex::new(Some(HashMap::new())),
             failure: Mutex::default(),
             next: AtomicU64::new(1),
+            own: OnceLock::new(),
             left: AtomicBool::new(false),
         });
         let named = |name: &str| thread::Builder::new().name(format!("rank{}/{name}", place.rank));
@@ -130,6 +136,15 @@ fn reach(place: &Place, timeout: Duration) -> Result<TcpStream, CommError> {
 }
 
 impl Connection {
+    /// The present thread is the rank's own.
+    pub(super) fn begin(&self) {
+        self.own.get_or_init(|| thread::current().id());
+    }
+
+    pub(super) fn is_own_thread(&self) -> bool {
+        self.own.get().is_some_and(|own| *own == thread::current().id())
+    }
+
     pub(super) fn number(&self) -> u64 {
         self.next.fetch_add(1, Ordering::Relaxed)
     }

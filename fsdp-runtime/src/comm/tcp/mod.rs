@@ -7,14 +7,24 @@
 //! # Failure
 //! A rank whose process ends or whose connection is lost has failed: all others get an error that names it, and so they
 //! do when rank 0 is gone. Both sides say every few seconds that they are alive. What is not a message of a rank ends the
-//! connection that it came on. There is no secret: the port must be reachable from the ranks' machines only.
+//! connection that it came on. Ranks whose own threads wait for each other in collectives of the host get an error at once.
+//!
+//! # Who is let in
+//! Rank 0 listens on the address of `MASTER_ADDR` only, or on the one of `FSDP_LISTEN`. Each side of a connection shows that
+//! it knows the run's secret (`FSDP_TOKEN`, the same for all ranks) before the other one believes anything. Without that
+//! variable the secret is the name of the job (`TORCHELASTIC_RUN_ID`, or `SLURM_JOB_ID` and `SLURM_STEP_ID`), which rank 0
+//! says on standard error; if there is none either, only ranks at a loopback address can be joined, and any program of that
+//! machine could be one. What is said afterwards is neither signed nor hidden. A rank has one place: who comes for it again
+//! is refused, and the run goes on.
 
 mod connection;
+mod hello;
 mod place;
+mod secret;
 mod server;
 mod wire;
 
-use std::net::TcpListener;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -22,6 +32,7 @@ use std::time::Duration;
 pub use self::place::Place;
 
 use self::connection::Membership;
+use self::secret::Secret;
 use self::server::Server;
 use self::wire::{Host, Request};
 use super::arguments::Caller;
@@ -65,12 +76,18 @@ impl TcpComm {
     /// it, or if that happens in a panic. In rank 0 this waits until all others have left.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if rank 0 cannot listen, [`CommError::TimedOut`] if it is not reached in time,
-    /// [`CommError::RankFailed`] if it refuses this rank.
+    /// [`CommError::Invalid`] if rank 0 cannot listen, or ranks on several machines share no secret, [`CommError::TimedOut`]
+    /// if rank 0 is not reached in time, [`CommError::RankFailed`] if it does not know the secret or refuses this rank.
     pub fn join(place: &Place, options: LocalOptions) -> Result<Arc<TcpComm>, CommError> {
         let timeout = options.timeout;
-        let server = if place.rank == 0 { Some(listen(place, options)?) } else { None };
-        let membership = Arc::new(Membership::join(place, timeout, server)?);
+        let invalid = |message: String| CommError::Invalid { rank: place.rank, message };
+        // A name that is not known yet may come to be: a rank asks again.
+        let is_local =
+            resolve(place).is_ok_and(|addresses| addresses.iter().all(|address| address.ip().is_loopback()));
+        let secret = Secret::from_env(is_local).map_err(invalid)?;
+        let server =
+            if place.rank == 0 { Some(listen(place, options, &secret).map_err(invalid)?) } else { None };
+        let membership = Arc::new(Membership::join(place, timeout, &secret, server)?);
         Ok(Arc::new(TcpComm(Arc::new(End {
             membership,
             id: 0,
@@ -79,6 +96,12 @@ impl TcpComm {
             called: AtomicU64::new(0),
             traffic: Arc::default(),
         }))))
+    }
+
+    /// The present thread is the rank's own: while it is in a collective of the host the rank comes to no other one, so that
+    /// ranks which wait for each other are told at once.
+    pub(crate) fn begin(&self) {
+        self.0.membership.connection.begin();
     }
 
     /// Says that this rank has returned, or `how` it has failed, as in `panicked: boom`, before it leaves.
@@ -108,7 +131,9 @@ impl TcpComm {
         let End { membership, id: comm, called, .. } = &*self.0;
         called.fetch_add(1, Ordering::Relaxed);
         let id = membership.connection.number();
-        membership.connection.ask(id, &Request::Host { id, comm: *comm, tag: tag.into(), op }, body)
+        let by_own_thread = membership.connection.is_own_thread();
+        let request = Request::Host { id, comm: *comm, tag: tag.into(), op, by_own_thread };
+        membership.connection.ask(id, &request, body)
     }
 
     fn gather_bytes(&self, tag: Tag, op: Host, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
@@ -126,20 +151,44 @@ impl TcpComm {
     }
 
     fn moves_nothing(&self, call: &Call) -> CommError {
-        let message =
-            "ranks that are joined by TCP have no collectives of streams: make a `NcclComm` on this";
-        self.0.caller().invalid(call, message.to_owned())
+        let message = format!("{}: make a `NcclComm` on this", self.moves_no_data().unwrap_or_default());
+        self.0.caller().invalid(call, message)
     }
 }
 
-fn listen(place: &Place, options: LocalOptions) -> Result<Server, CommError> {
-    let (_, port) = place.address;
-    let listener = TcpListener::bind(("::", port)).or_else(|_| TcpListener::bind(("0.0.0.0", port)));
-    let server = listener.and_then(|listener| Server::start(listener, place.size, options));
-    server.map_err(|error| {
-        let message = format!("rank 0 cannot listen on port {port}: {error}; FSDP_PORT sets another");
-        CommError::Invalid { rank: place.rank, message }
-    })
+/// The variable that holds the address on which rank 0 listens, where that is not `MASTER_ADDR`.
+const LISTEN: &str = "FSDP_LISTEN";
+
+/// The addresses at which rank 0 is to be reached.
+fn resolve(place: &Place) -> std::io::Result<Vec<SocketAddr>> {
+    let (host, port) = &place.address;
+    Ok((host.as_str(), *port).to_socket_addrs()?.collect())
+}
+
+fn listen(place: &Place, options: LocalOptions, secret: &Secret) -> Result<Server, String> {
+    let (host, port) = &place.address;
+    let addresses = match std::env::var(LISTEN) {
+        Ok(address) => {
+            let address: IpAddr =
+                address.parse().map_err(|error| format!("{LISTEN} is `{address}`: {error}"))?;
+            vec![SocketAddr::new(address, *port)]
+        }
+        Err(_) => {
+            resolve(place).map_err(|error| format!("rank 0's own address `{host}` is not known: {error}"))?
+        }
+    };
+    let listener = TcpListener::bind(&addresses[..]);
+    let server = listener.and_then(|listener| Server::start(listener, place.size, options, secret.clone()));
+    let server = server.map_err(|error| {
+        format!(
+            "rank 0 cannot listen on port {port} of {host}: {error}; FSDP_PORT sets another port, {LISTEN} an address of this \
+             machine (0.0.0.0 for all) if `{host}` is none"
+        )
+    })?;
+    if let Some(warning) = secret.warning() {
+        eprintln!("fsdp: warning: {warning}");
+    }
+    Ok(server)
 }
 
 /// Values as they go over the wire.
@@ -255,6 +304,10 @@ unsafe impl Communicator for TcpComm {
 
     fn host_gather_patiently(&self, tag: Tag, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         self.gather_bytes(tag, Host::PatientGather, &bytes)
+    }
+
+    fn moves_no_data(&self) -> Option<&'static str> {
+        Some("ranks that are joined by TCP have no collectives of streams")
     }
 
     fn note(&self, state: &str) {

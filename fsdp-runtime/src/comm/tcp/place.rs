@@ -1,6 +1,7 @@
 //! Where a process is among those that were started together, as its launcher tells it.
 
 use std::fmt::Display;
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use crate::comm::CommError;
@@ -29,7 +30,8 @@ const LAUNCHERS: [(&str, [&str; 3]); 3] = [
 impl Place {
     /// From the environment: `RANK`, `WORLD_SIZE` and `LOCAL_RANK` as `torchrun` sets them, or those of `srun` or Open
     /// MPI's `mpirun`; `MASTER_ADDR` and `MASTER_PORT` in any case. `FSDP_PORT` is taken for the port where it is set;
-    /// where `torchrun` itself listens on the port (`TORCHELASTIC_USE_AGENT_STORE`), the next one is.
+    /// where `torchrun` itself listens on the port (`TORCHELASTIC_USE_AGENT_STORE`), the next one is. Where `LOCAL_RANK` is
+    /// not set it follows from `LOCAL_WORLD_SIZE`, or is the rank if `MASTER_ADDR` is a loopback address.
     ///
     /// # Errors
     /// [`CommError::Invalid`], which names the variable that is missing or wrong.
@@ -51,7 +53,11 @@ impl Place {
         };
         let rank: usize = parse(rank, &required(rank, "this rank")?)?;
         let (size_name, size) = (size, parse(size, &required(size, "the number of ranks")?)?);
-        let local_rank = parse(local_rank, &required(local_rank, "the rank on its machine")?)?;
+        let local = variable(local_rank).map_or_else(
+            || local_rank_of(rank, &variable, local_rank, launcher),
+            |text| parse(local_rank, &text),
+        );
+        let local_rank = local?;
         if size > MAX_RANKS {
             return Err(format!("{size_name} is {size}: {MAX_RANKS} ranks are the most"));
         }
@@ -70,6 +76,28 @@ impl Place {
         };
         Ok(Place { rank, size, local_rank, address: (host, port) })
     }
+}
+
+/// The local rank where only the rank is told, if there is one answer.
+fn local_rank_of(
+    rank: usize,
+    variable: &impl Fn(&str) -> Option<String>,
+    name: &str,
+    launcher: &str,
+) -> Result<usize, String> {
+    if let Some(ranks) = variable("LOCAL_WORLD_SIZE") {
+        let ranks: usize = parse("LOCAL_WORLD_SIZE", &ranks)?;
+        return rank.checked_rem(ranks).ok_or_else(|| "LOCAL_WORLD_SIZE is 0".to_owned());
+    }
+    let host = variable("MASTER_ADDR").unwrap_or_default();
+    if host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback()) {
+        // All ranks are on the machine of rank 0.
+        return Ok(rank);
+    }
+    Err(format!(
+        "{name} is not set: the rank on its machine, as {launcher} starts it; set it, or LOCAL_WORLD_SIZE (as many ranks on \
+         every machine), or MASTER_ADDR=localhost if all are on one"
+    ))
 }
 
 fn parse<T: FromStr<Err: Display>>(name: &str, text: &str) -> Result<T, String> {
@@ -96,6 +124,23 @@ mod tests {
             let expected = Place { rank: 5, size: 8, local_rank: 1, address };
             assert_eq!(place(&[&own[..], &ADDRESS].concat()), Ok(expected));
         }
+    }
+
+    #[test]
+    fn a_local_rank_that_can_be_known_need_not_be_set() {
+        let own = [("RANK", "5"), ("WORLD_SIZE", "8"), ("MASTER_PORT", "29500")];
+        let local = |more: &[(&str, &str)]| place(&[&own[..], more].concat()).map(|place| place.local_rank);
+        for host in ["localhost", "127.0.0.1", "::1", "127.0.1.1"] {
+            assert_eq!(local(&[("MASTER_ADDR", host)]), Ok(5), "{host}");
+        }
+        assert_eq!(local(&[("MASTER_ADDR", "node0"), ("LOCAL_WORLD_SIZE", "4")]), Ok(1));
+        assert_eq!(local(&[("MASTER_ADDR", "localhost"), ("LOCAL_RANK", "2")]), Ok(2));
+        let message = local(&[("MASTER_ADDR", "node0")]).unwrap_err();
+        assert!(
+            message.starts_with("LOCAL_RANK is not set: ") && message.contains("LOCAL_WORLD_SIZE"),
+            "{message}"
+        );
+        assert_eq!(local(&[("LOCAL_WORLD_SIZE", "0")]), Err("LOCAL_WORLD_SIZE is 0".to_owned()));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::{Error, ErrorKind};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -13,11 +13,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::wire::{self, Answer, Host, Request, VERSION};
+use super::hello::{self, Hello};
+use super::secret::Secret;
+use super::wire::{self, Answer, Host, Request};
 use super::{PING, silence};
 use crate::comm::ledger::{Control, Ledger};
 use crate::comm::local::{LocalOptions, LocalWorld};
 use crate::comm::{CommError, Communicator, Tag};
+use crate::device::Activity;
 
 /// The world, and who has come.
 pub(super) struct Server {
@@ -29,7 +32,10 @@ struct Hub {
     world: Arc<LocalWorld>,
     size: usize,
     timeout: Duration,
+    secret: Secret,
     seats: Mutex<Vec<Seat>>,
+    /// Connections that have not said who they are, by number.
+    unknown: Mutex<HashMap<u64, TcpStream>>,
     changed: Condvar,
     /// Rank 0 goes.
     closing: AtomicBool,
@@ -45,14 +51,22 @@ enum Seat {
 
 struct Client {
     rank: usize,
+    /// Where it comes from.
+    address: SocketAddr,
     writer: Mutex<TcpStream>,
     ledger: Arc<dyn Ledger>,
+    /// That of the rank's own thread: it rests while a collective that it has called is not done.
+    activity: Arc<Activity>,
     /// It knows of the world's failure.
     told: AtomicBool,
 }
 
+/// Connections that have not said who they are, at most; more wait to be accepted.
+const MAX_UNKNOWN: usize = 64;
 /// Between looks at what other threads do.
 const TICK: Duration = Duration::from_millis(20);
+/// Bytes of stack of a thread that serves a rank.
+const STACK: usize = 256 << 10;
 /// How long ranks have to hear of a failure before rank 0 goes.
 const FAREWELL: Duration = Duration::from_secs(10);
 
@@ -73,14 +87,21 @@ impl Client {
 
 impl Server {
     /// Waits for the ranks on `listener`, in threads of its own.
-    pub(super) fn start(listener: TcpListener, size: usize, options: LocalOptions) -> Result<Server, Error> {
+    pub(super) fn start(
+        listener: TcpListener,
+        size: usize,
+        options: LocalOptions,
+        secret: Secret,
+    ) -> Result<Server, Error> {
         listener.set_nonblocking(true)?;
         let timeout = options.timeout;
         let hub = Arc::new(Hub {
             world: LocalWorld::new(size, options),
             size,
             timeout,
+            secret,
             seats: Mutex::new(vec![Seat::Empty; size]),
+            unknown: Mutex::default(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
         });
@@ -114,25 +135,44 @@ impl Drop for Server {
             }
         }
         drop(seats);
+        // Whatever still waits for ranks that never came.
+        self.hub.world.fail(0, "has left");
         self.hub.closing.store(true, Ordering::Release);
         self.threads.drain(..).for_each(|thread| drop(thread.join()));
     }
 }
 
 impl Hub {
-    /// Lets ranks in until all have come.
+    /// Lets ranks in, and hears those out that come for a place that is taken, as long as rank 0 is here. Ends when the
+    /// threads of all connections have ended.
     fn welcome(self: &Arc<Self>, listener: &TcpListener) {
-        while !self.is_closing() && self.seats.lock().iter().any(|seat| matches!(seat, Seat::Empty)) {
-            match listener.accept() {
-                Ok((stream, _)) => {
+        let mut threads: Vec<JoinHandle<()>> = Vec::new();
+        let mut number = 0;
+        while !self.is_closing() {
+            threads.retain(|thread| !thread.is_finished());
+            if self.unknown.lock().len() >= MAX_UNKNOWN {
+                thread::sleep(TICK);
+                continue;
+            }
+            match listener.accept().and_then(|(stream, _)| Ok((stream.try_clone()?, stream))) {
+                Ok((copy, stream)) => {
+                    number += 1;
+                    self.unknown.lock().insert(number, copy);
                     let hub = self.clone();
-                    // Where no thread is to be had the rank sees its connection end.
-                    let _ =
-                        thread::Builder::new().name("fsdp-rank".to_owned()).spawn(move || hub.serve(stream));
+                    let named = thread::Builder::new().name("fsdp-rank".to_owned()).stack_size(STACK);
+                    match named.spawn(move || hub.serve(number, stream)) {
+                        Ok(thread) => threads.push(thread),
+                        // The peer sees its connection end.
+                        Err(_) => drop(self.unknown.lock().remove(&number)),
+                    }
                 }
                 Err(_) => thread::sleep(TICK),
             }
         }
+        for stream in self.unknown.lock().values() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        threads.into_iter().for_each(|thread| drop(thread.join()));
     }
 
     fn is_closing(&self) -> bool {
@@ -161,20 +201,31 @@ impl Hub {
         }
     }
 
-    /// A connection: of a rank, if it says so.
-    fn serve(&self, mut stream: TcpStream) {
-        let Ok((client, communicator)) = self.admit(&mut stream) else {
+    /// A connection: of a rank, if it shows that.
+    fn serve(&self, number: u64, mut stream: TcpStream) {
+        let admitted = self.admit(&mut stream);
+        self.unknown.lock().remove(&number);
+        let Ok((client, communicator)) = admitted else {
             let _ = stream.shutdown(Shutdown::Both);
             return;
         };
         let rank = client.rank;
         let mut communicators = HashMap::from([(0, communicator)]);
+        let mut collectives: Vec<JoinHandle<()>> = Vec::new();
         loop {
+            collectives.retain(|collective| !collective.is_finished());
             match wire::read(&mut stream) {
-                Ok((Request::Finish, _)) => self.world.finish(rank),
+                Ok((Request::Finish, _)) => {
+                    client.activity.enter();
+                    self.world.returns(rank);
+                    self.world.finish(rank);
+                }
                 Ok((Request::Fail { how }, _)) => self.world.fail(rank, &how),
                 Ok((request, body)) => match self.obey(&client, &mut communicators, request, body) {
-                    Ok(()) => continue,
+                    Ok(collective) => {
+                        collectives.extend(collective);
+                        continue;
+                    }
                     Err(how) => self.world.fail(rank, &how),
                 },
                 Err(error) => {
@@ -186,46 +237,69 @@ impl Hub {
         self.seats.lock()[rank] = Seat::Left;
         self.changed.notify_all();
         let _ = stream.shutdown(Shutdown::Both);
+        collectives.into_iter().for_each(|collective| drop(collective.join()));
     }
 
     /// Gives a rank its seat.
     fn admit(&self, stream: &mut TcpStream) -> Result<(Arc<Client>, Arc<dyn Communicator>), Error> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
+        let address = stream.peer_addr()?;
+        let hello = hello::hear(stream, &self.secret)?;
         stream.set_read_timeout(Some(silence(self.timeout)))?;
         stream.set_write_timeout(Some(silence(self.timeout)))?;
-        let (Request::Hello { version, rank, size }, _) = wire::read(stream)? else {
-            return Err(ErrorKind::InvalidData.into());
-        };
-        let seated = if version != VERSION {
-            Err(format!("it speaks version {version}, rank 0 version {VERSION}"))
-        } else if size != self.size {
-            Err(format!("it is one of {size} ranks, rank 0 of {}", self.size))
-        } else {
-            // There is one a rank.
-            self.world.communicator(rank).map_err(|error| error.to_string())
-        };
-        let seated = seated.and_then(|communicator| match communicator.control() {
-            Some(Control(ledger)) => Ok((communicator, ledger)),
-            None => Err("its communicator keeps no record".to_owned()),
-        });
-        match seated {
-            Ok((communicator, ledger)) => {
-                let (writer, told) = (Mutex::new(stream.try_clone()?), AtomicBool::new(false));
-                let client = Arc::new(Client { rank, writer, ledger, told });
-                client.send(&Answer::Welcome, &[])?;
-                self.seats.lock()[rank] = Seat::Taken(client.clone());
-                Ok((client, communicator))
-            }
+        match self.seat(hello, address, stream)? {
+            Ok(seated) => Ok(seated),
             Err(message) => {
-                let message = format!("rank 0 refuses rank {rank}: {message}");
+                let message = format!("rank 0 refuses rank {}: {message}", hello.rank);
                 wire::write(stream, &Answer::Refused { message }, &[])?;
                 Err(ErrorKind::ConnectionRefused.into())
             }
         }
     }
 
-    /// Does what a rank asks for.
+    /// Takes the seat of a rank and welcomes it, or says why not.
+    fn seat(
+        &self,
+        Hello { rank, size }: Hello,
+        address: SocketAddr,
+        stream: &TcpStream,
+    ) -> Result<Result<(Arc<Client>, Arc<dyn Communicator>), String>, Error> {
+        if size != self.size {
+            return Ok(Err(format!("it is one of {size} ranks, rank 0 of {}", self.size)));
+        }
+        let writer = stream.try_clone()?;
+        let mut seats = self.seats.lock();
+        match seats.get(rank) {
+            None => return Ok(Err(format!("a world of {} ranks has no rank {rank}", self.size))),
+            Some(Seat::Taken(client)) => {
+                let message =
+                    format!("rank {rank} has joined already, from {}, and this is {address}", client.address);
+                return Ok(Err(format!("{message}; are two processes started as rank {rank}?")));
+            }
+            Some(Seat::Left) => return Ok(Err(format!("rank {rank} has joined already and left"))),
+            Some(Seat::Empty) => {}
+        }
+        let communicator = match self.world.communicator(rank) {
+            Ok(communicator) => communicator,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let Some(Control(ledger)) = communicator.control() else {
+            return Ok(Err("its communicator keeps no record".to_owned()));
+        };
+        let (writer, told) = (Mutex::new(writer), AtomicBool::new(false));
+        let activity = self.world.activity(rank);
+        let client = Arc::new(Client { rank, address, writer, ledger, activity, told });
+        // Nobody else says anything to it before it is welcome; if it is gone its reader finds out.
+        let mut first = client.writer.lock();
+        seats[rank] = Seat::Taken(client.clone());
+        drop(seats);
+        let _ = wire::write(&mut *first, &Answer::Welcome, &[]);
+        drop(first);
+        Ok(Ok((client, communicator)))
+    }
+
+    /// Does what a rank asks for; what takes time, in a thread.
     ///
     /// # Errors
     /// What no rank would ask for, in words that follow its name.
@@ -235,7 +309,7 @@ impl Hub {
         communicators: &mut HashMap<u64, Arc<dyn Communicator>>,
         request: Request,
         body: Vec<u8>,
-    ) -> Result<(), String> {
+    ) -> Result<Option<JoinHandle<()>>, String> {
         let known = |comm: u64| {
             let known = communicators.get(&comm).cloned();
             known.ok_or_else(|| format!("asked for something on communicator {comm}, which it has not made"))
@@ -246,9 +320,12 @@ impl Hub {
         };
         let lost = |error: Error| format!("lost its connection to rank 0: {}", words(&error));
         match request {
-            Request::Host { id, comm, tag, op } => {
+            Request::Host { id, comm, tag, op, by_own_thread } => {
                 let (comm, client) = (known(comm)?, client.clone());
                 let work = move || {
+                    if by_own_thread {
+                        client.activity.enter();
+                    }
                     let answer = match collective(&*comm, tag.into(), op, body) {
                         Ok(parts) => {
                             let lengths = parts.iter().map(|part| part.len() as u64).collect();
@@ -259,9 +336,9 @@ impl Hub {
                     // The reader finds out that the rank cannot be reached.
                     drop(answer);
                 };
-                const STACK: usize = 256 << 10;
                 let named = thread::Builder::new().name("fsdp-collective".to_owned()).stack_size(STACK);
-                named.spawn(work).map_err(|error| format!("cannot be served: {error}"))?;
+                let collective = named.spawn(work).map_err(|error| format!("cannot be served: {error}"))?;
+                return Ok(Some(collective));
             }
             Request::Make { comm, new, name, ranks } => {
                 let parent = known(comm)?;
@@ -285,11 +362,11 @@ impl Hub {
                 client.send(&Answer::Failed { id, error }, &[]).map_err(lost)?;
             }
             Request::Ping => {}
-            Request::Hello { .. } | Request::Finish | Request::Fail { .. } => {
+            Request::Finish | Request::Fail { .. } => {
                 return Err("spoke out of turn".to_owned());
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 

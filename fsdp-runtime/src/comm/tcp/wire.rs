@@ -11,21 +11,36 @@ use crate::comm::{Accumulate, CommError, HostOp, Phase, Tag};
 use crate::spec::Dtype;
 
 /// Of the messages below; both sides must speak the same.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 /// First bytes of a frame: whoever sends others is no rank.
-const MAGIC: [u8; 4] = *b"FSDP";
+pub(super) const MAGIC: [u8; 4] = *b"FSDP";
 /// Bytes of a header at most: a group names its ranks in one.
 const MAX_HEADER: u64 = 1 << 20;
-/// Bytes of a body at most.
-pub(super) const MAX_BODY: u64 = 1 << 32;
+/// Bytes of a rank's body at most: what it brings into a collective of the host, a buffer of a model for instance.
+const MAX_REQUEST: u64 = 256 << 20;
+/// Bytes of rank 0's body at most: what all ranks have brought.
+const MAX_ANSWER: u64 = 1 << 32;
+
+/// What is sent in one direction.
+pub(super) trait Message: Serialize + DeserializeOwned {
+    /// Bytes of a body at most.
+    const MAX_BODY: u64;
+}
+
+impl Message for Request {
+    const MAX_BODY: u64 = MAX_REQUEST;
+}
+
+impl Message for Answer {
+    const MAX_BODY: u64 = MAX_ANSWER;
+}
 
 /// From a rank.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// The first one.
-    Hello { version: u32, rank: usize, size: usize },
-    /// A collective of the host, whose values are the body. It is answered.
-    Host { id: u64, comm: u64, tag: WireTag, op: Host },
+    /// A collective of the host, whose values are the body. It is answered, and until then the rank's own thread, if it
+    /// has called it, does nothing else.
+    Host { id: u64, comm: u64, tag: WireTag, op: Host, by_own_thread: bool },
     /// The communicator `new`, made of another.
     Make { comm: u64, new: u64, name: String, ranks: Option<Vec<usize>> },
     /// A note on a communicator.
@@ -150,11 +165,14 @@ impl WireCall {
 }
 
 /// Writes a frame.
-pub(super) fn write(to: &mut impl Write, header: &impl Serialize, body: &[u8]) -> Result<(), Error> {
+pub(super) fn write<T: Message>(to: &mut impl Write, header: &T, body: &[u8]) -> Result<(), Error> {
     let header = serde_json::to_vec(header)?;
     let (header_len, body_len) = (header.len() as u64, body.len() as u64);
-    if header_len > MAX_HEADER || body_len > MAX_BODY {
-        let message = format!("a message of {header_len} + {body_len} bytes is too long");
+    if header_len > MAX_HEADER || body_len > T::MAX_BODY {
+        let message = format!(
+            "a message of {header_len} + {body_len} bytes is too long: {MAX_HEADER} + {} are the most",
+            T::MAX_BODY
+        );
         return Err(Error::new(ErrorKind::InvalidInput, message));
     }
     let mut frame = Vec::with_capacity(20 + header.len());
@@ -170,13 +188,13 @@ pub(super) fn write(to: &mut impl Write, header: &impl Serialize, body: &[u8]) -
 ///
 /// # Errors
 /// Those of reading; [`ErrorKind::InvalidData`] if it is no frame.
-pub(super) fn read<T: DeserializeOwned>(from: &mut impl Read) -> Result<(T, Vec<u8>), Error> {
+pub(super) fn read<T: Message>(from: &mut impl Read) -> Result<(T, Vec<u8>), Error> {
     let invalid = |message: String| Error::new(ErrorKind::InvalidData, message);
     let mut start = [0; 20];
     from.read_exact(&mut start)?;
     let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| start[at + i]));
     let (header_len, body_len) = (number(4), number(12));
-    if start[..4] != MAGIC || header_len > MAX_HEADER || body_len > MAX_BODY {
+    if start[..4] != MAGIC || header_len > MAX_HEADER || body_len > T::MAX_BODY {
         return Err(invalid("not a message of a rank".to_owned()));
     }
     let mut take = |len: u64| {
@@ -218,6 +236,7 @@ mod tests {
             b"GET / HTTP/1.1\r\nHost: rank0\r\n\r\n".to_vec(),
             frame(b"", MAX_HEADER + 1, 0),
             frame(b"", 0, u64::MAX),
+            frame(b"", 0, MAX_REQUEST + 1),
             frame(b"{}", 2, 0),
             frame(b"\xff\xfe", 2, 0),
             frame(b"\"Nothing\"", 9, 0),
