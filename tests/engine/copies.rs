@@ -201,6 +201,6 @@ fn a_load_of_one_rank_where_there_are_copies_is_told() {
         Ok(())
     });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("`copies of the weights` (setup, step 0"), "{error}");
+    assert!(error.contains("`copies of the weights` (setup, step 1"), "{error}");
     assert!(error.contains("was something called on one rank only?"), "{error}");
 }

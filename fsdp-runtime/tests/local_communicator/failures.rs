@@ -62,8 +62,8 @@ fn ranks_in_different_units_are_both_named() {
     });
     all_same(
         &errors,
-        "collective #2 of channel `gather` differs: rank 0 is in all-gather of unit `A` (forward, step 3, 32 B), \
-         rank 1 in all-gather of unit `B` (forward, step 3, 32 B); was something called on one rank only?",
+        "collective #2 of channel `gather` differs: rank 0 is in all-gather of unit `A` (forward, step 4, 32 B), \
+         rank 1 in all-gather of unit `B` (forward, step 4, 32 B); was something called on one rank only?",
     );
     let LaunchError::Ranks { others, .. } = &launch else { panic!("{launch}") };
     assert_eq!(others.len(), 1);
@@ -82,8 +82,8 @@ fn ranks_in_different_operations_are_both_named() {
     });
     all_same(
         &errors,
-        "collective #1 of channel `world` differs: rank 0 is in host-barrier of `A` (forward, step 0, 0 B), rank 1 in \
-         broadcast from rank 1 of unit `A` (forward, step 0, 8 B); was something called on one rank only?",
+        "collective #1 of channel `world` differs: rank 0 is in host-barrier of `A` (forward, step 1, 0 B), rank 1 in \
+         broadcast from rank 1 of unit `A` (forward, step 1, 8 B); was something called on one rank only?",
     );
 }
 
@@ -100,7 +100,7 @@ fn ranks_with_different_sizes_are_told_which_part() {
         assert!(error.contains("collective #1 of channel `world` differs: rank "), "{error}");
         assert!(error.contains("8 x f32 into 24 x f32 on rank"), "{error}");
         assert!(error.contains("10 x f32 into 30 x f32 on rank 2"), "{error}");
-        assert!(error.contains("rank 2 in all-gather of unit `fc` (forward, step 0, 120 B)"), "{error}");
+        assert!(error.contains("rank 2 in all-gather of unit `fc` (forward, step 1, 120 B)"), "{error}");
     }
 }
 
@@ -116,8 +116,8 @@ fn ranks_that_exchange_chunks_of_different_sizes_are_told_which_part() {
     });
     all_same(
         &errors,
-        "collective #1 of channel `world` differs: rank 0 is in all-to-all of unit `tokens` (forward, step 3, 24 B), \
-         rank 1 in all-to-all of unit `tokens` (forward, step 3, 48 B): part 1 is 2 x f32 on rank 0, 8 x f32 on rank 1",
+        "collective #1 of channel `world` differs: rank 0 is in all-to-all of unit `tokens` (forward, step 4, 24 B), \
+         rank 1 in all-to-all of unit `tokens` (forward, step 4, 48 B): part 1 is 2 x f32 on rank 0, 8 x f32 on rank 1",
     );
 }
 
@@ -143,8 +143,8 @@ fn differing_reduce(change: impl Fn(&mut Tag, &mut Vec<Reduce>) + Sync) -> Strin
 
 #[test]
 fn every_disagreement_of_a_reduction_is_found() {
-    let names = "rank 0 is in reduce-scatter of unit `u` (forward, step 0, 64 B), rank 1 in reduce-scatter of unit `u` \
-                 (forward, step 0, 64 B)";
+    let names = "rank 0 is in reduce-scatter of unit `u` (forward, step 1, 64 B), rank 1 in reduce-scatter of unit `u` \
+                 (forward, step 1, 64 B)";
     assert_eq!(
         differing_reduce(|_, parts| parts[1].scale = 0.25),
         format!(
@@ -165,7 +165,7 @@ fn every_disagreement_of_a_reduction_is_found() {
     let message = differing_reduce(|_, parts| drop(parts.pop()));
     assert!(message.ends_with(": 2 parts on rank 0, 1 on rank 1"), "{message}");
     let message = differing_reduce(|tag, _| tag.phase = Phase::Backward);
-    let end = "rank 1 in reduce-scatter of unit `u` (backward, step 0, 64 B); was something called on one rank only?";
+    let end = "rank 1 in reduce-scatter of unit `u` (backward, step 1, 64 B); was something called on one rank only?";
     assert!(message.ends_with(end), "{message}");
 }
 
@@ -174,8 +174,8 @@ fn ranks_in_different_steps_are_told_apart() {
     let (errors, _) = fails(2, |world| world.communicator().host_barrier(tag("u", world.rank() as u64)));
     all_same(
         &errors,
-        "collective #1 of channel `world` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank 1 in \
-         host-barrier of `u` (forward, step 1, 0 B); was something called on one rank only?",
+        "collective #1 of channel `world` differs: rank 0 is in host-barrier of `u` (forward, step 1, 0 B), rank 1 in \
+         host-barrier of `u` (forward, step 2, 0 B); was something called on one rank only?",
     );
 }
 
@@ -187,8 +187,8 @@ fn host_reductions_must_agree() {
     });
     all_same(
         &errors,
-        "collective #1 of channel `world` differs: rank 0 is in host-reduce (sum) of `norm` (forward, step 0, 8 B), \
-         rank 1 in host-reduce (max) of `norm` (forward, step 0, 8 B); was something called on one rank only?",
+        "collective #1 of channel `world` differs: rank 0 is in host-reduce (sum) of `norm` (forward, step 1, 8 B), \
+         rank 1 in host-reduce (max) of `norm` (forward, step 1, 8 B); was something called on one rank only?",
     );
 }
 
@@ -220,7 +220,7 @@ fn a_panic_fails_the_waiters_at_once() {
         stream.record().synchronize()
     });
     let message =
-        "rank 1 panicked: boom (last seen in all-gather of unit `layers.2` (forward, step 3, 48 B))";
+        "rank 1 panicked: boom (last seen in all-gather of unit `layers.2` (forward, step 4, 48 B))";
     assert_eq!(errors[0].as_deref(), Some(format!("rank 0: {message}").as_str()));
     assert_eq!(errors[1], None);
     assert_eq!(errors[2].as_deref(), Some(format!("rank 2: {message}").as_str()));
@@ -259,9 +259,9 @@ fn a_rank_that_returns_early_fails_those_who_wait_for_it() {
     for rank in [0, 2] {
         let error = errors[rank].as_ref().unwrap();
         let early =
-            "rank 1 returned early (last seen in host-barrier of `start` (forward, step 0, 0 B)), but rank ";
+            "rank 1 returned early (last seen in host-barrier of `start` (forward, step 1, 0 B)), but rank ";
         assert!(error.starts_with(&format!("rank {rank}: {early}")), "{error}");
-        assert!(error.ends_with(" waits for it in host-barrier of `end` (forward, step 5, 0 B)"), "{error}");
+        assert!(error.ends_with(" waits for it in host-barrier of `end` (forward, step 6, 0 B)"), "{error}");
     }
     let LaunchError::Ranks { first, others } = &launch else { panic!("{launch}") };
     assert_eq!((first.rank, others.len()), (1, 2));
@@ -285,9 +285,9 @@ fn a_time_out_says_who_is_missing_and_where_it_was() {
     });
     all_same(
         &errors,
-        "timed out after 200ms in all-gather of unit `blocks.1` (forward, step 2, 48 B), collective #2 of channel \
+        "timed out after 200ms in all-gather of unit `blocks.1` (forward, step 3, 48 B), collective #2 of channel \
          `gather`; arrived: [0, 2], missing: [1]; rank 1 was last seen: channel `gather`: \
-         #1 all-gather of unit `blocks.0` (forward, step 2, 48 B), done",
+         #1 all-gather of unit `blocks.0` (forward, step 3, 48 B), done",
     );
     let LaunchError::Ranks { others, .. } = &launch else { panic!("{launch}") };
     assert_eq!(others.len(), 2);
@@ -325,7 +325,7 @@ fn a_collective_dropped_by_a_failed_stream_fails_the_peers() {
     assert_eq!(
         errors[0].as_deref(),
         Some(
-            "rank 0: rank 1 cannot run all-gather of unit `u` (forward, step 1, 32 B): its stream had failed before"
+            "rank 0: rank 1 cannot run all-gather of unit `u` (forward, step 2, 32 B): its stream had failed before"
         )
     );
     assert_eq!(errors[1].as_deref(), Some("stream `rank1/all-gather`: work panicked: boom"));
@@ -346,7 +346,7 @@ fn a_trace_of_the_last_collectives_is_added_when_asked() {
     for rank in 0..2 {
         assert!(error.contains(&format!("\nlast 32 collectives of rank {rank}:\n  world #")), "{error}");
     }
-    assert!(error.contains("\n  world #40 host-barrier of `u` (forward, step 39, 0 B), done"), "{error}");
+    assert!(error.contains("\n  world #40 host-barrier of `u` (forward, step 40, 0 B), done"), "{error}");
     assert!(!error.contains("step 7,"), "{error}");
 }
 
@@ -375,7 +375,7 @@ fn arguments_that_do_not_fit_are_errors() {
     };
     assert_eq!(
         gather(4, 10),
-        "rank 1: all-gather of unit `u` (forward, step 0, 40 B): part 0: recv has 10 elements, expected 2 ranks x 4 of \
+        "rank 1: all-gather of unit `u` (forward, step 1, 40 B): part 0: recv has 10 elements, expected 2 ranks x 4 of \
          send"
     );
     let error = invalid(|comm, stream| {
@@ -408,7 +408,7 @@ fn arguments_that_do_not_fit_are_errors() {
     };
     assert_eq!(
         exchange(f32s(8), f32s(6)),
-        "rank 1: all-to-all of unit `u` (forward, step 0, 32 B): part 0: recv has 6 elements, expected 8, as many as \
+        "rank 1: all-to-all of unit `u` (forward, step 1, 32 B): part 0: recv has 6 elements, expected 8, as many as \
          send"
     );
     assert!(exchange(bf16s(8), f32s(8)).ends_with("part 0: send is bf16, but recv is f32"));
@@ -475,8 +475,8 @@ fn states_that_were_noted_must_agree_on_what_was_made_of_a_communicator() {
     });
     all_same(
         &errors,
-        "collective #2 of channel `model/gather` differs: rank 0 is in host-barrier of `u` (forward, step 0, 0 B), rank \
-         1 in host-barrier of `u` (forward, step 0, 0 B): rank 0 is in step 4; rank 1 is in step 5",
+        "collective #2 of channel `model/gather` differs: rank 0 is in host-barrier of `u` (forward, step 1, 0 B), rank \
+         1 in host-barrier of `u` (forward, step 1, 0 B): rank 0 is in step 4; rank 1 is in step 5",
     );
 }
 
@@ -500,8 +500,8 @@ fn ranks_that_wait_for_each_other_in_different_channels_fail_at_once() {
         let start = format!("rank {rank}: the ranks wait for each other: ");
         assert!(error.starts_with(&start), "{error}");
         for part in [
-            " in all-gather of unit `(root)` (forward, step 3, 48 B) for rank",
-            "rank 1 waits in host-reduce (sum) of `norm` (forward, step 2, 8 B) for ranks [0, 2]; ",
+            " in all-gather of unit `(root)` (forward, step 4, 48 B) for rank",
+            "rank 1 waits in host-reduce (sum) of `norm` (forward, step 3, 8 B) for ranks [0, 2]; ",
         ] {
             assert!(error.contains(part), "{error}");
         }
@@ -531,7 +531,7 @@ fn a_rank_that_has_returned_is_missed_at_once_by_one_that_waits_for_another() {
     for rank in [0, 2] {
         let error = errors[rank].as_ref().unwrap();
         let early =
-            "rank 1 returned early (last seen in all-gather of unit `c` (forward, step 0, 48 B)), but rank ";
+            "rank 1 returned early (last seen in all-gather of unit `c` (forward, step 1, 48 B)), but rank ";
         assert!(error.starts_with(&format!("rank {rank}: {early}")), "{error}");
     }
     assert!(launch.to_string().starts_with("rank 1 returned early ("), "{launch}");

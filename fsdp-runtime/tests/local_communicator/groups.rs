@@ -130,7 +130,7 @@ fn a_failure_in_one_group_names_world_ranks_and_reaches_the_others() {
     assert!(
         error.contains(
             "collective #1 of channel `half` of ranks [2, 3] differs: rank 2 is in host-barrier of `a` (forward, \
-             step 0, 0 B), rank 3 in host-barrier of `b`"
+             step 1, 0 B), rank 3 in host-barrier of `b`"
         ),
         "{error}"
     );

@@ -62,7 +62,7 @@ fn a_rank_that_is_late_is_named() {
 #[test]
 fn ranks_that_call_different_collectives_are_told() {
     let words =
-        ["differs: rank 0 is in host-barrier of `a` (setup, step 0, 0 B), rank 1 in host-barrier of `b`"];
+        ["differs: rank 0 is in host-barrier of `a` (setup, step 1, 0 B), rank 1 in host-barrier of `b`"];
     all_but_one_fail(2, LATE, 2, &words, |world| {
         Ok(world.communicator().host_barrier(tag(["a", "b"][world.rank()]))?)
     });
@@ -80,8 +80,8 @@ fn ranks_that_call_different_collectives_are_told() {
 fn ranks_that_wait_for_each_other_are_told_at_once() {
     let words = [
         "the ranks wait for each other: ",
-        "rank 1 waits in host-barrier of `b` (setup, step 0, 0 B) for ranks [0, 2]",
-        " in host-gather of `a` (setup, step 0, 0 B) for rank",
+        "rank 1 waits in host-barrier of `b` (setup, step 1, 0 B) for ranks [0, 2]",
+        " in host-gather of `a` (setup, step 1, 0 B) for rank",
         "was something called on one rank only?",
     ];
     all_but_one_fail(3, LATE, 3, &words, |world| {

@@ -337,9 +337,9 @@ fn weights_loaded_alone() {
         training.go_on()
     });
     ends.every_rank_says(&[
-        "`copies of the weights` (setup, step 2",
+        "`copies of the weights` (setup, step 3",
         "of unit `layers.",
-        "(backward, step 2",
+        "(backward, step 3",
         HINT,
     ]);
 }
