@@ -46,8 +46,6 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Option<u32>,
     ends: Vec<u32>,
-    /// What comes before and after a prompt, where it is not `inner` that says it.
-    around: Option<[Option<u32>; 2]>,
 }
 
 impl Tokenizer {
@@ -90,15 +88,7 @@ impl Tokenizer {
         let mut ends = ids("eos_token_id");
         let eos = token("eos_token").or_else(|| ends.first().copied());
         ends.extend(eos);
-        let adds = |field: &str| config.get(field).and_then(Value::as_bool);
-        let around = match (adds("add_bos_token"), adds("add_eos_token")) {
-            (None, None) => None,
-            // As `transformers` does: where one of them is said, they and not the file say what comes around a text.
-            (before, after) => {
-                Some([bos.filter(|_| before == Some(true)), eos.filter(|_| after == Some(true))])
-            }
-        };
-        Ok(Tokenizer { around, ..Self::new(file, inner, config, bos, eos, ends) })
+        Ok(Self::new(file, inner, config, bos, eos, ends))
     }
 
     fn new(
@@ -114,7 +104,7 @@ impl Tokenizer {
         inner.with_padding(None).with_truncation(None).expect("no truncation is always possible");
         ends.sort_unstable();
         ends.dedup();
-        Tokenizer { path, inner, truncation, padding, config, bos, eos, ends, around: None }
+        Tokenizer { path, inner, truncation, padding, config, bos, eos, ends }
     }
 
     /// The tokens of a text, with nothing put before or after it. Texts of special tokens, `<|im_start|>` for instance,
@@ -135,11 +125,8 @@ impl Tokenizer {
     }
 
     fn encode_as(&self, text: &str, special: bool) -> crate::Result<Vec<u32>> {
-        let around = self.around.filter(|_| special);
-        let special = special && around.is_none();
         let encoding = self.attempt("encode", || self.inner.encode_fast(text, special))?;
-        let [before, after] = around.unwrap_or_default();
-        Ok(before.into_iter().chain(encoding.get_ids().iter().copied()).chain(after).collect())
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of tokens, special ones left out. Ids beyond the vocabulary are left out too; bytes that are no UTF-8

@@ -153,7 +153,9 @@ impl Setting for Shallow {
 /// What a `tokenizer_config.json` may say beside a `tokenizer.json`. Every switch is written there.
 const CONFIG: Table = Table {
     known: &[
-        Known::Read(&["add_bos_token", "add_eos_token", "added_tokens_decoder", "bos_token", "eos_token"]),
+        Known::Read(&["added_tokens_decoder", "bos_token", "eos_token"]),
+        // What comes around a text: `tokenizer.json` says it, for `transformers` 5 too.
+        Known::Ignored(&["add_bos_token", "add_eos_token"]),
         // Texts of special tokens become those tokens.
         Known::Only("split_special_tokens", &[Plain::Bool(false)]),
         // Other special tokens. Their texts are in `tokenizer.json`, else they are none.
