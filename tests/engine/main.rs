@@ -7,6 +7,7 @@ mod boundary;
 mod boundary_values;
 mod clipping;
 mod copies;
+mod controls;
 mod declarations;
 mod dropout;
 mod ema;

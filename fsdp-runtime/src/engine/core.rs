@@ -560,19 +560,12 @@ impl Engine {
         }
         let mut state = self.state.lock();
         let state = &mut *state;
-        state.reduce.abandon();
         (state.unit_step, state.lent) = (None, false);
         (state.forward_version, state.pending_forwards) = (None, 0);
         Self::release_root(state);
         state.training = TrainingState::Idle;
-        let finished = state.reduce.finish();
-        state.reduce.clear();
-        state.received.fill(false);
-        state.tokens = TokenCount::default();
-        state.forget_factors();
+        let finished = Self::forget_gradients(state);
         state.forwards = 0;
-        state.had_backward = false;
-        state.losses.clear();
         state.expect_nothing();
         state.gather.expect_nothing();
         state.gather.reset()?;

@@ -6,6 +6,7 @@ mod buffers;
 mod collect;
 mod config;
 mod constant;
+mod controls;
 mod core;
 mod ema;
 mod forward;

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use super::agreement::{compare, fingerprint};
 use super::buffers;
 use super::collect::{Collected, collect, collect_params};
-use super::config::{FsdpConfig, GradientScaling};
+use super::config::FsdpConfig;
 use super::core::{Engine, Parts, ROOT, Slot, UnitInfo, next_id};
 use super::fsdp::Fsdp;
 use super::module::FsdpUnit;
@@ -307,10 +307,7 @@ fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
             strategy: config.strategy,
             wire: config.precision.reduce,
             main: config.precision.main_grads,
-            scale: match config.scaling {
-                GradientScaling::Mean => (1.0 / parts.comm.size() as f64) as f32,
-                GradientScaling::Sum | GradientScaling::PerToken => 1.0,
-            },
+            scale: config.scaling.factor(parts.comm.size()),
             depth: POOLED_UNITS,
             budget: config.reduce_budget,
             double_buffer: config.double_buffer,

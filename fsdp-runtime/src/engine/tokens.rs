@@ -7,7 +7,6 @@ use super::config::GradientScaling;
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use crate::comm::{HostOp, Phase};
-use crate::device::scale;
 use crate::error::{Error, Result};
 
 /// The tokens of one optimizer step.
@@ -130,11 +129,7 @@ impl Engine {
                     .into(),
             ));
         }
-        for group in &self.groups {
-            if let Some(grads) = &group.main_grad {
-                scale(&*self.streams.compute, grads.data(), (1.0 / total[0]) as f32)?;
-            }
-        }
+        self.scale_main_grads(1.0 / total[0])?;
         self.state.lock().tokens.divided = true;
         Ok(())
     }

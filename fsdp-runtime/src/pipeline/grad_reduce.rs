@@ -189,6 +189,11 @@ impl GradReducePipeline {
         }
     }
 
+    /// Sets the factor of contributions that are reduced from now on.
+    pub(crate) fn set_scale(&mut self, scale: f32) {
+        self.options.scale = scale;
+    }
+
     /// Has the buckets of the pool in memory that stays, registered with the communicator that reduces them, and the main
     /// gradients with that of the outer ranks, if there are any. To be called on all ranks before the first reduction.
     ///

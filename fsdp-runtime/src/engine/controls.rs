@@ -1,0 +1,129 @@
+//! What a training loop does to the gradients between its passes: forget them, scale them, set what they are divided by.
+
+use super::backward_step;
+use super::config::GradientScaling;
+use super::core::{Engine, State, TrainingState};
+use super::fsdp::Fsdp;
+use super::tokens::TokenCount;
+use crate::comm::{CommError, step_words};
+use crate::device::scale;
+use crate::error::{Error, Result};
+
+impl<M> Fsdp<M> {
+    /// Forgets the gradients of this step. Forwards whose backward is still to come stay good, unlike after
+    /// [`Fsdp::reset_step`]. The optimizer's step does it by itself.
+    ///
+    /// # Errors
+    /// Inside a forward or a backward, and those of reductions that are under way.
+    pub fn zero_grad(&self) -> Result<()> {
+        let engine = self.engine();
+        {
+            let mut state = engine.state.lock();
+            if state.training != TrainingState::Idle {
+                return Err(Error::Usage(
+                    "gradients are zeroed between the passes, not inside a forward or a backward; `reset_step` ends one \
+                     that was cut short"
+                        .into(),
+                ));
+            }
+            Engine::forget_gradients(&mut state)?;
+        }
+        engine.note_event(format!("after its gradients were zeroed in {}", step_words(self.step_count())));
+        Ok(())
+    }
+
+    /// Multiplies the gradients of this step so far by `factor`, after they are reduced; later microbatches are not
+    /// scaled. A norm is that of the scaled gradients, and a factor that clipping has found stays.
+    ///
+    /// # Errors
+    /// If `factor` is not finite, gradients are stepped in the backward
+    /// ([`FsdpConfig::step_in_backward`](super::FsdpConfig::step_in_backward)), and those of the reductions.
+    pub fn scale_gradients(&self, factor: f64) -> Result<()> {
+        let engine = self.engine();
+        if !factor.is_finite() {
+            return Err(Error::Config(format!("gradients are scaled by a finite factor, not by {factor}")));
+        }
+        backward_step::refuse(engine, "scaling gradients")?;
+        engine.finish_grad_sync()?;
+        engine.scale_main_grads(factor)?;
+        {
+            // What was not finite is not made so.
+            let mut state = engine.state.lock();
+            state.grad_norm = state.grad_norm.filter(|norm| !norm.is_finite());
+        }
+        let step = step_words(self.step_count());
+        engine.note_event(format!("after its gradients were scaled by {factor} in {step}"));
+        Ok(())
+    }
+
+    /// Has the sum over the ranks of a gradient divided by `factor`, from the next backward on: instead of the number of
+    /// ranks ([`GradientScaling::Mean`]) or of 1 ([`GradientScaling::Sum`]), to which `None` goes back.
+    ///
+    /// # Errors
+    /// If `factor` is not positive and finite, gradients are divided by tokens ([`GradientScaling::PerToken`]), or this step
+    /// has gradients already.
+    pub fn set_gradient_divide_factor(&self, factor: Option<f64>) -> Result<()> {
+        let engine = self.engine();
+        if let Some(factor) = factor
+            && !(factor.is_finite() && (1.0 / factor) as f32 > 0.0)
+        {
+            return Err(Error::Config(format!(
+                "gradients are divided by a positive and finite factor, not by {factor}"
+            )));
+        }
+        if engine.config.scaling == GradientScaling::PerToken {
+            return Err(Error::Config(
+                "gradients are divided by the number of tokens (`GradientScaling::PerToken`), not by a factor".into(),
+            ));
+        }
+        let own = engine.config.scaling.factor(engine.comm.size());
+        {
+            let mut state = engine.state.lock();
+            if state.had_backward {
+                return Err(Error::Usage(
+                    "the divide factor is set before the first backward of a step, so that all its gradients have one"
+                        .into(),
+                ));
+            }
+            state.reduce.set_scale(factor.map_or(own, |factor| (1.0 / factor) as f32));
+        }
+        let step = step_words(self.step_count());
+        engine.note_event(format!("after its gradients' divide factor was set to {factor:?} in {step}"));
+        Ok(())
+    }
+}
+
+impl GradientScaling {
+    /// What the sum over `ranks` of a contribution is multiplied with when it is reduced.
+    pub(crate) fn factor(self, ranks: usize) -> f32 {
+        match self {
+            GradientScaling::Mean => (1.0 / ranks as f64) as f32,
+            GradientScaling::Sum | GradientScaling::PerToken => 1.0,
+        }
+    }
+}
+
+impl Engine {
+    /// No gradient of this step counts, reduced or not.
+    pub(crate) fn forget_gradients(state: &mut State) -> Result<(), CommError> {
+        state.reduce.abandon();
+        let finished = state.reduce.finish();
+        state.reduce.clear();
+        state.received.fill(false);
+        state.tokens = TokenCount::default();
+        state.forget_factors();
+        state.had_backward = false;
+        state.losses.clear();
+        finished
+    }
+
+    /// Multiplies the reduced gradients.
+    pub(crate) fn scale_main_grads(&self, factor: f64) -> Result<(), CommError> {
+        for group in &self.groups {
+            if let Some(grads) = &group.main_grad {
+                scale(&*self.streams.compute, grads.data(), factor as f32)?;
+            }
+        }
+        Ok(())
+    }
+}
