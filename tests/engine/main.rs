@@ -42,6 +42,7 @@ mod recomputed_nests;
 mod recovery;
 mod reference;
 mod resharding;
+mod resharding_by_hand;
 mod root_buckets;
 mod scaling;
 mod shaken;

@@ -25,6 +25,7 @@ pub(crate) fn fingerprint(
         format!("strategy {}", config.strategy),
         format!("outer strategy {}", config.outer),
         format!("reshard after forward {:?}", config.reshard_after_forward),
+        format!("reshard after backward {}", config.reshard_after_backward),
         format!("{:?} alignment", config.alignment),
         format!("reduce dtype {}", precision.reduce),
         format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),

@@ -61,6 +61,11 @@ pub struct FsdpConfig {
     pub recompute: Recompute,
     /// What becomes of whole weights between forward and backward, for the units that do not say.
     pub reshard_after_forward: ReshardAfterForward,
+    /// Give a unit's whole weights up as soon as its backward is over, and free their memory where they are kept between
+    /// the passes ([`ReshardAfterForward::Never`]). Otherwise they stay until another unit needs the memory, or the
+    /// weights change: clipping and the optimizer's step run beside them, and the first units of another microbatch, with
+    /// `Never` all, are not gathered again.
+    pub reshard_after_backward: bool,
     /// Units gathered ahead, in forward and in backward; see also
     /// [`set_prefetch`](super::Fsdp::set_prefetch). Whole weights of so many units and one more are there at a time,
     /// two at least, whatever their shapes; the root's come on top, and those of units that others run inside of.
@@ -116,6 +121,7 @@ impl Default for FsdpConfig {
             scaling: GradientScaling::default(),
             recompute: Recompute::default(),
             reshard_after_forward: ReshardAfterForward::default(),
+            reshard_after_backward: false,
             prefetch: 1,
             gather_budget: None,
             reduce_budget: None,

@@ -1,4 +1,5 @@
-//! What a training loop does to the gradients between its passes: forget them, scale them, set what they are divided by.
+//! What a training loop does between its passes: forget gradients, scale them, set what they are divided by, and give up
+//! whole weights.
 
 use super::backward_step;
 use super::config::GradientScaling;
@@ -89,6 +90,27 @@ impl<M> Fsdp<M> {
         }
         let step = step_words(self.step_count());
         engine.note_event(format!("after its gradients' divide factor was set to {factor:?} in {step}"));
+        Ok(())
+    }
+
+    /// Gives the unit's whole weights up now, and their memory if it is the unit's own
+    /// ([`ReshardAfterForward::Never`](crate::spec::ReshardAfterForward::Never)): the next pass that needs them gathers them
+    /// again. The opposite of [`Fsdp::unshard`]. `(root)` is the root.
+    ///
+    /// # Errors
+    /// If there is no unit of this path; if its weights are in use, as the root's are between a forward and its backward; a
+    /// failure of the streams.
+    pub fn reshard(&self, unit: &str) -> Result<()> {
+        let engine = self.engine();
+        let index = engine.unit_named(unit)?;
+        if !engine.state.lock().gather.reshard(index)? {
+            return Err(Error::Usage(format!(
+                "the weights of unit `{}` are in use, inside its forward or backward or, for the root, between the two",
+                engine.unit_name(index)
+            )));
+        }
+        let event = format!("after unit `{}` was resharded in", engine.unit_name(index));
+        engine.note_event(format!("{event} {}", step_words(self.step_count())));
         Ok(())
     }
 }

@@ -96,6 +96,15 @@ impl Engine {
         Ok(())
     }
 
+    /// Gives the unit's whole weights up, unless another backward of it is to come.
+    pub(crate) fn reshard_after_backward(&self, unit: usize) -> Result<(), CommError> {
+        let mut state = self.state.lock();
+        if state.units[unit].pending == 0 {
+            state.gather.reshard(unit)?;
+        }
+        Ok(())
+    }
+
     /// The unit's gradients of this backward are complete: closes its sinks and reduces.
     pub(crate) fn close_gradients(&self, unit: usize) -> Result<(), CommError> {
         let mut guard = self.state.lock();

@@ -535,6 +535,9 @@ where
         engine.end_span(span);
         drop(guard);
         expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
+        if engine.config.reshard_after_backward {
+            engine.reshard_after_backward(run.unit).map_err(|error| fail(error.into()))?;
+        }
         Ok(input_grad)
     }
 }

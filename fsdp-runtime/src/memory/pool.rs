@@ -189,6 +189,15 @@ impl Pool {
         }
     }
 
+    /// Frees what a unit that is alone in its class has given back, unless it was settled.
+    pub(crate) fn free_alone(&mut self, unit: usize) {
+        if let Some(class) = self.class_of_unit[unit]
+            && self.classes[class].alone.is_some()
+        {
+            self.classes[class].idle.retain(|(_, lease)| lease.settled);
+        }
+    }
+
     /// Frees what is idle for longest and not settled; false if there is none.
     fn free_oldest(&mut self) -> bool {
         let shared = self.classes.iter_mut().filter(|class| class.alone.is_none());

@@ -344,6 +344,17 @@ impl AllGatherPipeline {
         Ok(())
     }
 
+    /// Takes the unit's full weights out of the pool, and frees their memory if no other unit shares it, whatever a backward
+    /// may need still. False if they are in use.
+    pub(crate) fn reshard(&mut self, unit: usize) -> Result<bool, CommError> {
+        if self.units[unit].users > 0 {
+            return Ok(false);
+        }
+        self.evict(unit)?;
+        self.pool.free_alone(unit);
+        Ok(true)
+    }
+
     /// Takes all full weights that are not in use out of the pool: after evaluation, before the weights
     /// change, after an error.
     pub(crate) fn reset(&mut self) -> Result<(), CommError> {

@@ -1,0 +1,122 @@
+//! Whole weights are given up after the backward of their unit, or by hand, and what is computed stays the same.
+
+use candle_core::Tensor;
+use fsdp::memory::Category;
+use fsdp::prelude::*;
+
+use crate::fixtures::{Dot, Dots, config, full, on_ranks, weights};
+
+/// Of three shapes.
+const SIZES: [usize; 4] = [64, 64, 96, 128];
+
+fn model() -> Dots {
+    Dots { units: SIZES.map(|n| Dot::with(n, 0.5)).into() }
+}
+
+fn inputs(x: f32) -> Vec<Tensor> {
+    SIZES.map(|n| full(n, x)).into()
+}
+
+fn gathers(model: &Fsdp<Dots>) -> u64 {
+    model.traffic().iter().find(|report| report.operation == "all-gather").unwrap().counter.calls
+}
+
+fn gathered_bytes(model: &Fsdp<Dots>) -> usize {
+    let reports = model.memory(0);
+    reports.iter().find(|report| report.usage.category == Category::GatherPool).unwrap().usage.current
+}
+
+#[test]
+fn units_that_are_kept_are_given_up_after_their_backward_if_so_said() {
+    use ReshardAfterForward::{Always, Never, Ranks};
+    for mode in [Always, Never, Ranks(2)] {
+        for recompute in [Recompute::None, Recompute::Unit] {
+            let run = |reshard_after_backward| {
+                on_ranks(4, |world| {
+                    let config = FsdpConfig {
+                        reshard_after_forward: mode,
+                        reshard_after_backward,
+                        recompute,
+                        ..config(Strategy::default())
+                    };
+                    let mut model = model().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                    let mut optimizer = model.optimizer(AdamW::default())?;
+                    for step in 0..3 {
+                        for microbatch in 0..2 {
+                            let x = (1 + step + microbatch + world.rank()) as f32;
+                            let loss: Tensor = model.forward(&inputs(x))?;
+                            model.backward(&loss)?;
+                            let whole = model.gathered_units();
+                            if reshard_after_backward {
+                                assert_eq!(whole, Vec::<String>::new(), "{mode:?}");
+                            } else {
+                                assert!(!whole.is_empty(), "{mode:?}");
+                            }
+                            if mode == Never {
+                                let all = SIZES.iter().sum::<usize>() * 4;
+                                let expected = if reshard_after_backward { 0 } else { all };
+                                assert_eq!(gathered_bytes(&model), expected);
+                            }
+                        }
+                        optimizer.step(&mut model)?;
+                    }
+                    weights(&model)
+                })
+            };
+            assert_eq!(run(true), run(false), "{mode:?}, {recompute:?}");
+        }
+    }
+}
+
+#[test]
+fn a_unit_that_runs_again_in_the_backward_keeps_its_weights_till_then() {
+    on_ranks(2, |world| {
+        let config = FsdpConfig {
+            reshard_after_forward: ReshardAfterForward::Never,
+            reshard_after_backward: true,
+            ..config(Strategy::default())
+        };
+        let model = model().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let before = gathers(&model);
+        let first: Tensor = model.forward(&inputs(1.0))?;
+        let second: Tensor = model.forward(&inputs(2.0))?;
+        model.backward(&first)?;
+        assert_eq!(model.gathered_units().len(), SIZES.len());
+        model.backward(&second)?;
+        assert_eq!(model.gathered_units(), Vec::<String>::new());
+        // The units once each; the root has no weights.
+        assert_eq!(gathers(&model) - before, SIZES.len() as u64);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_unit_can_be_resharded_by_hand() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let config = FsdpConfig { reshard_after_forward: ReshardAfterForward::Never, ..config(strategy) };
+            let model = model().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let loss: Tensor = model.forward(&inputs(1.0))?;
+            let before = gathers(&model);
+            model.reshard("units.2")?;
+            assert!(!model.gathered_units().contains(&"units.2".to_string()));
+            if strategy.shards_params() {
+                assert_eq!(model.gathered_units().len(), SIZES.len() - 1);
+                assert_eq!(gathered_bytes(&model), (64 + 64 + 128) * 4);
+            }
+            // In use, and not there at all.
+            let error = model.reshard("(root)").unwrap_err().to_string();
+            assert!(error.contains("unit `(root)` are in use"), "{error}");
+            assert!(model.reshard("units.9").unwrap_err().to_string().contains("there is no unit `units.9`"));
+            model.backward(&loss)?;
+            let again = u64::from(strategy.shards_params());
+            model.finish_grad_sync()?;
+            assert_eq!(gathers(&model) - before, again, "{strategy}");
+            model.visit_gradients(|_, values| {
+                assert!(values.iter().all(|value| *value == 1.0));
+                Ok(())
+            })?;
+            Ok(())
+        });
+    }
+}
