@@ -7,7 +7,7 @@ use fsdp::prelude::*;
 use crate::fixtures::{Dot, Dots, config, full, on_ranks, weights};
 
 /// Of three shapes.
-const SIZES: [usize; 4] = [64, 64, 96, 128];
+const SIZES: [usize; 4] = [64, 64, 192, 128];
 
 fn model() -> Dots {
     Dots { units: SIZES.map(|n| Dot::with(n, 0.5)).into() }

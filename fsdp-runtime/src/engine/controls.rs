@@ -66,7 +66,7 @@ impl<M> Fsdp<M> {
     pub fn set_gradient_divide_factor(&self, factor: Option<f64>) -> Result<()> {
         let engine = self.engine();
         if let Some(factor) = factor
-            && !(factor.is_finite() && (1.0 / factor) as f32 > 0.0)
+            && !(factor > 0.0 && ((1.0 / factor) as f32).is_normal())
         {
             return Err(Error::Config(format!(
                 "gradients are divided by a positive and finite factor, not by {factor}"
