@@ -101,7 +101,7 @@ text("outer ranks all own the first part", "buffer.rs",
 
 # Schedule -------------------------------------------------------------------------------------------------------------
 
-tried_first("overlap", "whole_and_sharded", "resharding", "hsdp", "recompute", "optimizer_state", "event_order", "memory", "recomputed_nests")
+tried_first("overlap", "whole_and_sharded", "resharding", "hsdp", "recompute", "optimizer_state", "event_order", "memory", "root_buckets", "recomputed_nests")
 GATHER = "pipeline/all_gather.rs"
 text("gathered weights outlive a step", GATHER,
      "if self.options.strategy.shards_optim() || self.options.outer.is_some() {",
@@ -112,7 +112,22 @@ text("neighbours keep the part of the next one", GATHER,
      "let (rank, ranks) = (neighbours.rank(), neighbours.size());\n            let rank = if FAULT { (rank + 1) % ranks } else { rank };")
 value("nothing is prefetched", GATHER, "self.options.prefetch.forward", "0")
 value("nothing is prefetched in the backward", GATHER, "self.options.prefetch.backward", "0")
-text("weights are given up at once", GATHER, "&& !self.options.double_buffer && !keep {", "&& (!self.options.double_buffer || FAULT) && !keep {")
+text("weights are given up at once", GATHER, "&& !self.options.double_buffer && !keep {",
+     "&& (!self.options.double_buffer || FAULT) && !keep {")
+text("any number of units is gathered at a time", GATHER,
+     "if idle + units <= self.units_at_a_time() && in_budget {", "if FAULT || idle + units <= self.units_at_a_time() && in_budget {")
+value("two units are gathered at a time, however many are asked for", GATHER, "self.prefetch.deepest()", "1")
+text("a budget of gathered elements is not kept", GATHER, "let in_budget =", "let in_budget = FAULT ||")
+value("the root's buckets are gathered as one", GATHER, "unit == 0 && self.options.split_root", "false")
+text("any number of units is unreduced at a time", GRADS, "_ if units == 0 => true,", "_ if units == 0 || FAULT => true,")
+text("idle buffers of other shapes stay", "memory/pool.rs",
+     "while self.allocated + bytes > self.room", "while !FAULT && self.allocated + bytes > self.room")
+ROOT_PARTS = "engine/root_parts.rs"
+value("the root's buckets are all reduced at the end", ROOT_PARTS, "state.root_parts.parts[index].due == units", "false")
+without("a gradient that comes after its bucket's reduction is lost", ROOT_PARTS,
+        "state.root_parts.late.push((param, grad.detach()));")
+without("each rank reduces the root's buckets where it likes", ROOT_PARTS,
+        "self.comm.host_reduce(tag, HostOp::Max, &mut agreed)?;")
 text("evaluation leaves units gathered", "engine/core.rs",
      "if !training {", "if !training && !FAULT {")
 without("weights that changed are not noticed", "engine/core.rs", "state.weights_version += 1;")

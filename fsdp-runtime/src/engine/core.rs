@@ -511,11 +511,11 @@ impl Engine {
         for unit in left {
             self.close_gradients(unit)?;
         }
+        self.end_root_parts()?;
         {
             let mut state = self.state.lock();
             let state = &mut *state;
             let moment = Moment { phase: Phase::Backward, step: state.step };
-            self.end_root_parts(state, moment)?;
             if state.sync == Sync::Step {
                 state.reduce.reduce_remaining(&self.groups, moment)?;
             }

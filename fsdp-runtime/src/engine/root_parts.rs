@@ -132,10 +132,12 @@ impl Engine {
 
     /// The end of the backward has come, for all units: what came late is reduced, and all ranks agree on where the next
     /// backward reduces what.
-    pub(crate) fn end_root_parts(&self, state: &mut State, moment: Moment) -> Result<()> {
-        if !self.follows_root(state) {
+    pub(crate) fn end_root_parts(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        if !self.follows_root(&state) {
             return Ok(());
         }
+        let moment = Moment { phase: Phase::Backward, step: state.step };
         let parts = state.reduce.parts(ROOT);
         let late = std::mem::take(&mut state.root_parts.late);
         let is_late = |part: usize| {
@@ -151,7 +153,11 @@ impl Engine {
         agreed.extend(parts.iter().map(|&part| f64::from(u8::from(is_late(part)))));
         let tag =
             Tag { unit: "places of the root's reductions".into(), phase: Phase::Backward, step: moment.step };
+        // Other ranks may be waited for only without the lock.
+        drop(state);
         self.comm.host_reduce(tag, HostOp::Max, &mut agreed)?;
+        let mut state = self.state.lock();
+        let state = &mut *state;
         for (index, &part) in parts.iter().enumerate() {
             let at = agreed[index];
             state.root_parts.parts[index].due = if at.is_finite() { at as u64 } else { END };
