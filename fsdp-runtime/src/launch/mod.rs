@@ -106,6 +106,8 @@ where
 /// ([`Place::from_env`]), with the default settings of [`Launcher`].
 ///
 /// Its communicator is one of the host ([`TcpComm`]): collectives of devices need one by NCCL that is made on it.
+/// Rank 0 listens on `MASTER_ADDR`, or on the address `FSDP_LISTEN`. Ranks on several machines know each other by a secret:
+/// set `FSDP_TOKEN` to the same random text for all; [`comm::tcp`](crate::comm::tcp) says what is done without it.
 ///
 /// # Errors
 /// [`LaunchError`], if this rank panicked or returned an error, or a collective failed.
