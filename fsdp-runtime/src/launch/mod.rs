@@ -74,8 +74,15 @@ impl World {
 
 /// Runs `rank_main` on `ranks` threads of this process with the default settings of [`Launcher`], and returns
 /// what they returned, by rank. Any error that can be shown will do; a closure says which one it has by its return type,
-/// `|world| -> fsdp::Result<()> { .. }`, or by how it ends, `Ok::<_, CommError>(..)`: without that the compiler asks for it
-/// (E0283).
+/// `|world| -> fsdp::Result<()> { .. }`, or by how it ends, `Ok::<_, CommError>(..)`. Without that the compiler asks for it:
+///
+/// ```compile_fail,E0283
+/// fsdp_runtime::launch::local(2, |world| {
+///     println!("rank {}", world.rank());
+///     Ok(())
+/// })
+/// .unwrap();
+/// ```
 ///
 /// # Errors
 /// [`LaunchError`], if a rank panicked or returned an error: its peers then get an error from the collective
