@@ -106,7 +106,12 @@ impl GroupBuffers {
             let data = unsafe { account.allocate(category, dtype, held.len()) }?;
             Ok(DataParallelBuffer { data, held, shard: shard.clone() })
         };
-        let model_weight = allocate(Category::ModelWeights, dtype, sharded(strategy.shards_params()))?;
+        let held = sharded(strategy.shards_params());
+        // What is whole is used where it is: the parameters' tensors have it meanwhile.
+        let parts = if held.len() == layout.size { layout.parts() } else { Vec::new() };
+        // SAFETY: the caller's promise.
+        let data = unsafe { account.allocate_in_pieces(Category::ModelWeights, dtype, held.len(), &parts) }?;
+        let model_weight = DataParallelBuffer { data, held, shard: shard.clone() };
         let main_weight = (trainable && precision.main_weights && dtype != Dtype::F32)
             .then(|| allocate(Category::MainWeights, Dtype::F32, owned.clone()))
             .transpose()?;

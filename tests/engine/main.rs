@@ -2,6 +2,7 @@
 
 mod accumulation;
 mod aliasing;
+mod aliasing_in_place;
 mod aliasing_kept;
 mod boundary;
 mod boundary_values;

@@ -239,13 +239,13 @@ impl<'a> Contents<'a> {
             // Files are written from memory of the host.
             return self.snapshot();
         }
-        self.engine.settle()?;
+        self.engine.settle_intact()?;
         Ok(self.prepared)
     }
 
     /// A copy of it in host memory, which borrows nothing.
     pub(super) fn snapshot(self) -> Result<Prepared> {
-        self.engine.settle()?;
+        self.engine.settle_intact()?;
         let (account, backend) = (self.engine.account.clone(), self.engine.backend.clone());
         let copy = |piece: Piece| -> Result<Piece> {
             let memory = match piece.memory {
@@ -270,7 +270,7 @@ impl<'a> Contents<'a> {
 
 impl Piece {
     fn is_on_device(&self) -> bool {
-        matches!(&self.memory, Memory::Held(slice) if !slice.block().is_host())
+        matches!(&self.memory, Memory::Held(slice) if !slice.is_host())
     }
 }
 

@@ -17,7 +17,7 @@ pub unsafe fn read_anywhere<R>(
     slice: &Slice,
     read: impl FnOnce(&[f32]) -> R,
 ) -> Result<R, CommError> {
-    if slice.block().is_host() {
+    if slice.is_host() {
         // SAFETY: the caller's promise, which is that of `read_f32`.
         return Ok(unsafe { read_f32(slice, read) });
     }
@@ -42,7 +42,7 @@ pub unsafe fn update_anywhere<R>(
     slice: &Slice,
     update: impl FnOnce(&mut [f32]) -> R,
 ) -> Result<R, CommError> {
-    if slice.block().is_host() {
+    if slice.is_host() {
         // SAFETY: the caller's promise.
         return Ok(unsafe { update_f32(slice, update) });
     }
@@ -71,14 +71,14 @@ pub unsafe fn update_all_anywhere<R>(
     let copies: Vec<Slice> = slices
         .iter()
         .map(|slice| {
-            if slice.block().is_host() {
+            if slice.is_host() {
                 return slice.clone();
             }
             // SAFETY: the copy stays in this call, which waits for the backend's copies.
             unsafe { Slice::zeros(Dtype::F32, slice.len(), None) }
         })
         .collect();
-    let away = || slices.iter().zip(&copies).filter(|(slice, _)| !slice.block().is_host());
+    let away = || slices.iter().zip(&copies).filter(|(slice, _)| !slice.is_host());
     for (slice, copy) in away() {
         // SAFETY: the copy was made above, for this slice, and no reference to it is kept.
         backend.download(slice, unsafe { copy.as_mut_bytes() })?;

@@ -21,24 +21,32 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::memory::{Block, HostMemory, Memory, too_large};
+use super::pieces::Pieces;
 use crate::comm::CommError;
 use crate::spec::Dtype;
 
-/// Alignment of every allocation and of every parameter's start, in bytes: a cache line, and an AVX-512
-/// register.
+/// Alignment of every parameter's start in its bucket, and of every allocation that is not in pieces, in bytes: a cache
+/// line, and an AVX-512 register.
 pub const ALIGN: usize = 64;
 
 /// Called with the byte count of a buffer when it is freed.
 pub type OnFree = Box<dyn Fn(usize) + Send + Sync>;
 
-/// One allocation, 64-byte aligned and zero-filled at birth.
+/// One allocation, 64-byte aligned and zero-filled at birth, or one for each of several pieces that follow each other.
 pub struct Buffer {
-    /// Of `bytes` bytes, for as long as `block` lives.
-    ptr: NonNull<u8>,
+    memory: Backing,
     bytes: usize,
-    /// Gives the memory back when it is dropped.
-    block: Box<dyn Block>,
     on_free: Option<OnFree>,
+}
+
+enum Backing {
+    Block {
+        /// Of as many bytes as the buffer, for as long as `block` lives.
+        ptr: NonNull<u8>,
+        /// Gives the memory back when it is dropped.
+        block: Box<dyn Block>,
+    },
+    Pieces(Pieces),
 }
 
 // SAFETY: only `ptr` keeps it from being `Send` by itself. It is of a block, which is `Send`, and by the contract of
@@ -54,7 +62,7 @@ impl Buffer {
     /// Those of [`Memory::allocate`].
     pub fn new(memory: &dyn Memory, bytes: usize, on_free: Option<OnFree>) -> Result<Arc<Buffer>, CommError> {
         let block = memory.allocate(bytes)?;
-        Ok(Arc::new(Buffer { ptr: block.ptr(), bytes, block, on_free }))
+        Ok(Arc::new(Buffer { memory: Backing::Block { ptr: block.ptr(), block }, bytes, on_free }))
     }
 
     /// Size in bytes.
@@ -130,6 +138,34 @@ impl Slice {
         Ok(Slice { buffer: Buffer::new(memory, bytes, on_free)?, dtype, start: 0, len })
     }
 
+    /// A new buffer of `len` zeros in `memory`. In memory of the host it is in pieces that begin where `parts` begin, ranges of
+    /// elements in order that do not overlap: the memory of each can be [lent](Slice::lend).
+    ///
+    /// # Errors
+    /// As for [`Slice::zeros_in`].
+    ///
+    /// # Safety
+    /// As for [`Slice::zeros_in`].
+    pub unsafe fn zeros_in_pieces(
+        memory: &dyn Memory,
+        dtype: Dtype,
+        len: usize,
+        parts: &[Range<usize>],
+        on_free: Option<OnFree>,
+    ) -> Result<Slice, CommError> {
+        if !memory.is_host() {
+            // SAFETY: the caller's promise.
+            return unsafe { Slice::zeros_in(memory, dtype, len, on_free) };
+        }
+        let Some(pieces) = Pieces::zeros(dtype, len, parts) else {
+            let message = format!("{len} elements of {dtype} cannot be allocated");
+            return Err(CommError::Memory { device: "host".into(), message });
+        };
+        let bytes = len * dtype.size();
+        let buffer = Arc::new(Buffer { memory: Backing::Pieces(pieces), bytes, on_free });
+        Ok(Slice { buffer, dtype, start: 0, len })
+    }
+
     /// A new buffer of `len` zeros in host memory, whole.
     ///
     /// # Panics
@@ -143,9 +179,70 @@ impl Slice {
         slice.unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// The allocation it is a part of, as its memory knows it.
-    pub fn block(&self) -> &dyn Block {
-        &*self.buffer.block
+    /// The allocation it is a part of, as its memory knows it; `None` if it is in pieces.
+    pub fn block(&self) -> Option<&dyn Block> {
+        match &self.buffer.memory {
+            Backing::Block { block, .. } => Some(&**block),
+            Backing::Pieces(_) => None,
+        }
+    }
+
+    /// Whether the host reads and writes its memory.
+    pub fn is_host(&self) -> bool {
+        self.block().is_none_or(|block| block.is_host())
+    }
+
+    /// Its place in the buffer, in bytes.
+    fn place(&self) -> Range<usize> {
+        self.start * self.dtype.size()..(self.start + self.len) * self.dtype.size()
+    }
+
+    /// The parts of it that are contiguous in memory, in order: it is one, unless its buffer is in pieces.
+    pub fn segments(&self) -> Vec<Slice> {
+        let Backing::Pieces(pieces) = &self.buffer.memory else { return vec![self.clone()] };
+        let (place, size) = (self.place(), self.dtype.size());
+        let inside =
+            |bytes: Range<usize>| (bytes.start - place.start) / size..(bytes.end - place.start) / size;
+        pieces.cut(place.clone()).map(|bytes| self.range(inside(bytes))).collect()
+    }
+
+    /// The parts of two slices of one length that are contiguous in both, side by side.
+    pub(crate) fn paired_segments(&self, other: &Slice) -> Vec<(Slice, Slice)> {
+        let (mut first, mut pairs) = (0, Vec::new());
+        for segment in self.segments() {
+            let mut at = 0;
+            for theirs in other.range(first..first + segment.len()).segments() {
+                let ours = segment.range(at..at + theirs.len());
+                at += theirs.len();
+                pairs.push((ours, theirs));
+            }
+            first += segment.len();
+        }
+        pairs
+    }
+
+    /// Hands out the memory of a whole piece, without the padding behind it, as the `Vec` that it is. `None` if it is no piece,
+    /// is of another dtype, or was handed out already. Until [`Slice::take_back`] its address is not to be had: who asks for
+    /// it panics.
+    ///
+    /// # Safety
+    /// No use of the elements that began before is still under way.
+    pub(crate) unsafe fn lend<T: Element>(&self) -> Option<Vec<T>> {
+        let Backing::Pieces(pieces) = &self.buffer.memory else { return None };
+        // SAFETY: the caller's promise.
+        unsafe { pieces.lend(self.place().start, self.len) }
+    }
+
+    /// Takes back what [`Slice::lend`] has handed out, and says whether it is the same memory, as long as before. If not, what
+    /// came is dropped, and the piece has new memory, all zeros.
+    ///
+    /// # Panics
+    /// If nothing is lent, or of another dtype.
+    pub(crate) fn take_back<T: Element>(&self, returned: Option<Vec<T>>) -> bool {
+        match &self.buffer.memory {
+            Backing::Pieces(pieces) => pieces.take_back(self.place().start, returned),
+            Backing::Block { .. } => panic!("memory that is not in pieces is never lent"),
+        }
     }
 
     fn check_range(&self, range: &Range<usize>) {
@@ -155,11 +252,14 @@ impl Slice {
 
     /// Whether an element of `other` is an element of this slice too, or shares bytes with one.
     pub(crate) fn overlaps(&self, other: &Slice) -> bool {
-        let (start, other_start) = (self.as_ptr() as usize, other.as_ptr() as usize);
-        !self.is_empty()
-            && !other.is_empty()
-            && start < other_start + other.bytes()
-            && other_start < start + self.bytes()
+        let (ours, theirs) = (self.place(), other.place());
+        // Buffers do not share memory.
+        Arc::ptr_eq(&self.buffer, &other.buffer) && ours.start.max(theirs.start) < ours.end.min(theirs.end)
+    }
+
+    /// Whether both are the very same memory.
+    pub(crate) fn same_place(&self, other: &Slice) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer) && self.place() == other.place()
     }
 
     fn check_access<T: Element>(&self, how: &str) {
@@ -168,7 +268,7 @@ impl Slice {
     }
 
     fn check_host(&self) {
-        assert!(self.buffer.block.is_host(), "memory of a device, accessed from the host");
+        assert!(self.is_host(), "memory of a device, accessed from the host");
     }
 
     /// Element type.
@@ -223,11 +323,23 @@ impl Slice {
     }
 
     /// Address of the first element.
+    ///
+    /// # Panics
+    /// If the slice is not contiguous, or a tensor has its memory.
     pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: `start` elements are at most the bytes of the allocation, by the field's invariant: `zeros_in` begins
-        // with 0 and a checked length, `range` and `reinterpreted` stay inside of what they are made of. The allocation
-        // has these bytes by the contract of `Memory`.
-        unsafe { self.buffer.ptr.as_ptr().add(self.start * self.dtype.size()) }
+        self.address(0..self.len)
+    }
+
+    /// Address of the first of the elements `range`, which are inside and contiguous.
+    fn address(&self, range: Range<usize>) -> *mut u8 {
+        let at = |element| (self.start + element) * self.dtype.size();
+        match &self.buffer.memory {
+            // SAFETY: `start` elements are at most the bytes of the allocation, by the field's invariant: `zeros_in` begins
+            // with 0 and a checked length, `range` and `reinterpreted` stay inside of what they are made of. The allocation
+            // has these bytes by the contract of `Memory`.
+            Backing::Block { ptr, .. } => unsafe { ptr.as_ptr().add(at(range.start)) },
+            Backing::Pieces(pieces) => pieces.ptr(at(range.start)..at(range.end)),
+        }
     }
 
     /// The elements, for reading.
@@ -241,7 +353,8 @@ impl Slice {
         self.check_access::<T>("read");
         // SAFETY: `T` is the dtype's type, `Element` being sealed, so that `len` of it are inside the allocation as in
         // `as_ptr`; the memory is the host's; initialised (zeros at birth), and any bits are a `T`; aligned, because
-        // buffers are aligned to 64 bytes and starts are whole elements; no writer by the caller's promise.
+        // allocations are aligned to 64 bytes, or to the dtype, and starts are whole elements; no writer by the caller's
+        // promise. That it is contiguous, and no tensor's, is checked.
         unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>(), self.len) }
     }
 
@@ -270,7 +383,7 @@ impl Slice {
         self.check_range(&range);
         self.check_access::<T>("read");
         // SAFETY: in bounds by the assertion, otherwise as in `as_slice`.
-        unsafe { std::slice::from_raw_parts(self.as_ptr().cast::<T>().add(range.start), range.len()) }
+        unsafe { std::slice::from_raw_parts(self.address(range.clone()).cast::<T>(), range.len()) }
     }
 
     /// The elements `range` of this slice, for writing.
@@ -285,7 +398,7 @@ impl Slice {
         self.check_range(&range);
         self.check_access::<T>("written");
         // SAFETY: in bounds by the assertion, otherwise as in `as_mut_slice`.
-        unsafe { std::slice::from_raw_parts_mut(self.as_ptr().cast::<T>().add(range.start), range.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.address(range.clone()).cast::<T>(), range.len()) }
     }
 
     /// The bytes, for writing.

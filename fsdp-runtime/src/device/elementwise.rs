@@ -114,6 +114,40 @@ impl Elementwise {
     /// # Panics
     /// If a slice is of a device.
     pub(crate) unsafe fn run(&self) {
+        for op in self.in_segments() {
+            // SAFETY: the caller's promise, of parts of the slices.
+            unsafe { op.run_segment() };
+        }
+    }
+
+    /// The same op on the parts of its slices that are contiguous.
+    fn in_segments(&self) -> Vec<Elementwise> {
+        match &self.0 {
+            Op::Fill(slice, value) => {
+                slice.segments().into_iter().map(|slice| Elementwise(Op::Fill(slice, *value))).collect()
+            }
+            Op::Scale(slice, factor) => {
+                slice.segments().into_iter().map(|slice| Elementwise(Op::Scale(slice, *factor))).collect()
+            }
+            Op::Cast(from, to) => from
+                .paired_segments(to)
+                .into_iter()
+                .map(|(from, to)| Elementwise(Op::Cast(from, to)))
+                .collect(),
+            Op::Move(average, weights, decay) => average
+                .paired_segments(weights)
+                .into_iter()
+                .map(|(average, weights)| Elementwise(Op::Move(average, weights, *decay)))
+                .collect(),
+            Op::Swap(a, b) => {
+                a.paired_segments(b).into_iter().map(|(a, b)| Elementwise(Op::Swap(a, b))).collect()
+            }
+        }
+    }
+
+    /// # Safety
+    /// As for [`Elementwise::run`]; the slices are contiguous.
+    unsafe fn run_segment(&self) {
         // SAFETY: no one else uses the slices, by the caller's promise; that two slices of one op are apart was checked
         // when it was made, so that no two of the references made here meet.
         unsafe {

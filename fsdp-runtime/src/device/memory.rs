@@ -22,6 +22,11 @@ pub unsafe trait Memory: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`CommError::Memory`] if there is no such memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError>;
+
+    /// Whether it is the host's, by its global allocator.
+    fn is_host(&self) -> bool {
+        false
+    }
 }
 
 /// An allocation, given back when it is dropped, once all work that was told of to it is done.
@@ -64,6 +69,10 @@ unsafe impl Sync for HostBlock {}
 // SAFETY: blocks are allocations of the global allocator of just these bytes and this alignment, zeroed; of none there is
 // nothing to promise but the alignment.
 unsafe impl Memory for HostMemory {
+    fn is_host(&self) -> bool {
+        true
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Block>, CommError> {
         if bytes == 0 {
             // Aligned like the others: empty slices of any dtype are made from it.

@@ -16,6 +16,7 @@ pub mod cpu;
 pub mod cuda;
 mod elementwise;
 mod memory;
+mod pieces;
 #[cfg(not(feature = "cuda-driver"))]
 mod range;
 mod stream;

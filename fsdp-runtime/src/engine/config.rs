@@ -99,8 +99,9 @@ pub struct FsdpConfig {
     /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is
     /// only [reported](super::Fsdp::parameters_without_gradient).
     pub strict_gradients: bool,
-    /// Fill buffers with NaN when they are returned, so that a late reader is noticed. On by default in debug
-    /// builds.
+    /// Fill buffers with NaN when they are returned, so that a late reader is noticed; and look at every element of a
+    /// unit's weights before and after each of its uses, so that a program which changes them in place gets an error. Without
+    /// it that is done in the first step, and of a few elements afterwards. On by default in debug builds.
     pub poison: bool,
     /// Step the optimizer unit by unit inside the backward, with
     /// [`backward_and_step`](super::ShardedOptimizer::backward_and_step): main gradients are then held for one

@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::backward_step::UnitStep;
 use super::config::{FsdpConfig, NonFinite};
+use super::intact::Spoilt;
 use super::opened::DETACHED;
 use super::root_parts::RootParts;
 use super::sink::GradSink;
@@ -22,7 +23,7 @@ use crate::device::Backend;
 use crate::error::{Error, Result};
 use crate::files::FileLocks;
 use crate::layout::ModelLayout;
-use crate::memory::{Account, Aliases, TOMBSTONE, candle_dtype, names_tombstone};
+use crate::memory::{Account, Aliases, Thoroughness, Variable, candle_dtype, names_tombstone};
 use crate::mesh::Topology;
 use crate::pipeline::{AllGatherPipeline, Change, GradReducePipeline, Moment, Pass, Streams, Sync};
 use crate::random::RandomKey;
@@ -39,12 +40,12 @@ const CUT_SHORT: &str = "If that was cut short, as by a panic that was caught, c
 /// Index of the root unit.
 pub(crate) const ROOT: usize = 0;
 
-/// One physical parameter: where it lives and the tensors that alias it (several if tied).
+/// One physical parameter: where it lives and its tensor, which tied parameters share.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub group: usize,
     pub item: usize,
-    pub variables: Vec<Tensor>,
+    pub variable: Variable,
     pub sink: GradSink,
     /// Some forward has read it.
     pub read: AtomicBool,
@@ -71,6 +72,8 @@ pub(crate) enum TrainingState {
 pub(crate) struct UnitState {
     pub users: usize,
     pub aliases: Aliases,
+    /// Nobody uses it, but a tensor still has its memory.
+    pub stuck: bool,
     /// Forwards of this unit whose backward is still to come.
     pub pending: usize,
     /// A backward of this unit got a gradient that is not all zeros. Looked at in the first step only.
@@ -93,6 +96,10 @@ pub(crate) struct State {
     pub kept_gradients: bool,
     /// The root is unsharded from a forward on, until its backward.
     root_held: bool,
+    /// What a program has done to a parameter's tensor. Until it is undone nothing is computed.
+    pub(super) spoilt: Option<Spoilt>,
+    /// Times that units were made whole.
+    entered: u64,
     /// Counts changes of the weights: a backward must see those of its forward.
     weights_version: u64,
     /// The version the pending forwards saw, if there are any.
@@ -208,6 +215,8 @@ impl Engine {
             event: "before the first step".into(),
             kept_gradients: false,
             root_held: false,
+            spoilt: None,
+            entered: 0,
             weights_version: 0,
             forward_version: None,
             pending_forwards: 0,
@@ -312,30 +321,6 @@ impl Engine {
         self.note_failure(self.unit_error(unit, phase, message))
     }
 
-    /// Words for an error of candle's that names the dtype of tombstones: what it is, and whose tensor it may be.
-    fn resharded_parameters(&self) -> String {
-        const LISTED: usize = 8;
-        let state = self.state.lock();
-        let candidates: Vec<String> = self
-            .slots
-            .iter()
-            .zip(&self.layout.params)
-            .filter(|(slot, spec)| slot.read.load(Ordering::Relaxed) && state.units[spec.key.unit].users == 0)
-            .map(|(_, spec)| format!("`{}` of unit `{}`", spec.name, self.unit_name(spec.key.unit)))
-            .collect();
-        let listed = candidates[..candidates.len().min(LISTED)].join(", ");
-        let more = match candidates.len().saturating_sub(LISTED) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        format!(
-            "{TOMBSTONE:?} is the dtype of a parameter that is resharded: its values are there from `Param::tensor` to the end \
-             of its unit's forward. Resharded now, and read before, are {listed}{more}. Call `Param::tensor(scope)` in \
-             each forward instead of keeping its result; what is to outlive the forward can be copied \
-             (`tensor.detach().copy()`); outside of forwards there are `visit_weights` and `with_full_params`"
-        )
-    }
-
     /// The typed error behind one that came out of the tensor library.
     pub(crate) fn explain(&self, error: candle_core::Error) -> Error {
         self.failure.lock().take().unwrap_or_else(|| error.into())
@@ -345,6 +330,7 @@ impl Engine {
     pub(crate) fn begin_forward(self: &Arc<Self>) -> Result<UnitGuard> {
         {
             let mut state = self.state.lock();
+            state.check_intact()?;
             if state.training != TrainingState::Idle {
                 return Err(Error::Usage(format!(
                     "the model's forward was called inside its own forward or backward. {CUT_SHORT}"
@@ -390,7 +376,7 @@ impl Engine {
                 root.take().expect("taken once").hold();
             }
         }
-        drop(root);
+        root.map_or(Ok(()), UnitGuard::leave)?;
         if !training { Ok(self.state.lock().gather.reset()?) } else { Ok(()) }
     }
 
@@ -410,50 +396,57 @@ impl Engine {
             _ => Some(Pass::Forward),
         };
         let moment = Moment { phase, step: state.step };
+        state.check_intact()?;
         let full = state.gather.acquire(&self.groups, unit, pass, moment)?;
-        let guard = UnitGuard { engine: self.clone(), unit, held: false };
+        // Its drop takes the state's lock: it is made when nothing here can fail any more.
+        let guard = || UnitGuard { engine: self.clone(), unit, held: false };
         let unit_state = &mut state.units[unit];
         unit_state.users += 1;
         if unit_state.users > 1 {
-            return Ok(guard);
+            return Ok(guard());
         }
+        state.entered += 1;
+        let thorough = self.config.poison || state.step == 0;
+        let how = if thorough { Thoroughness::All } else { Thoroughness::Sample(state.entered) };
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];
             let position = self.units[unit].groups.iter().position(|&group| group == slot.group);
             let position = position.expect("a unit's parameter is in one of its groups");
             let item = &self.groups[slot.group].layout.items[slot.item];
             let part = full[position].range(item.start..item.start + item.len);
-            for variable in &slot.variables {
-                if let Err(error) = unit_state.aliases.install(variable, part.clone()) {
-                    // Its drop would take the state's lock again.
-                    guard.hold();
-                    Self::leave_locked(state, unit);
-                    return Err(error.into());
-                }
+            if let Err(fault) = unit_state.aliases.install(param, &slot.variable, part, how) {
+                // The error that counts is this one.
+                let _ = self.leave_locked(state, unit);
+                return Err(self.storage_error(state, param, fault));
             }
         }
-        Ok(guard)
+        Ok(guard())
     }
 
-    fn leave(&self, unit: usize) {
-        Self::leave_locked(&mut self.state.lock(), unit);
+    fn leave(&self, unit: usize) -> Result<()> {
+        self.leave_locked(&mut self.state.lock(), unit)
     }
 
-    fn leave_locked(state: &mut State, unit: usize) {
-        let unit_state = &mut state.units[unit];
-        unit_state.users -= 1;
-        if unit_state.users == 0 {
-            unit_state.aliases = Aliases::default();
+    /// One use of the unit is over; with the last, its tensors give the memory back.
+    ///
+    /// # Errors
+    /// If a program has changed a parameter, or holds its storage; the state remembers it.
+    fn leave_locked(&self, state: &mut State, unit: usize) -> Result<()> {
+        state.units[unit].users -= 1;
+        let taken = if state.units[unit].users == 0 { self.take_back(state, unit) } else { Ok(()) };
+        if !state.units[unit].stuck {
+            // This runs in drops, which cannot fail: a stream that has failed fails every later wait with the
+            // same error.
+            let _ = state.gather.release(unit);
         }
-        // This runs in drops, which cannot fail: a stream that has failed fails every later wait with the
-        // same error.
-        let _ = state.gather.release(unit);
+        taken
     }
 
     /// A backward of the whole model begins, of a loss with a graph (`tracked`) or without; the root's sinks are open.
     pub(crate) fn begin_backward(self: &Arc<Self>, tracked: bool) -> Result<()> {
         let root_held = {
             let mut state = self.state.lock();
+            state.check_intact()?;
             if state.training != TrainingState::Idle {
                 return Err(Error::Usage(format!(
                     "the model's backward was called inside its own forward or backward. {CUT_SHORT}"
@@ -505,7 +498,7 @@ impl Engine {
     /// The backward of the whole model is over: reduces what is left.
     pub(crate) fn end_backward(&self) -> Result<()> {
         // First: steps in the backward write the root's weights, which no tensor may show meanwhile.
-        Self::release_root(&mut self.state.lock());
+        self.release_root(&mut self.state.lock())?;
         self.close_gradients(ROOT)?;
         let left = self.state.lock().reduce.units_in_use();
         for unit in left {
@@ -534,10 +527,8 @@ impl Engine {
     }
 
     /// The root is sharded again, if a forward has left it whole.
-    fn release_root(state: &mut State) {
-        if std::mem::take(&mut state.root_held) {
-            Self::leave_locked(state, ROOT);
-        }
+    fn release_root(&self, state: &mut State) -> Result<()> {
+        if std::mem::take(&mut state.root_held) { self.leave_locked(state, ROOT) } else { Ok(()) }
     }
 
     /// The shards have changed: whatever was gathered is given up, and a forward whose backward is still to come is
@@ -545,7 +536,12 @@ impl Engine {
     pub(crate) fn weights_changed(&self, change: Change) -> Result<(), CommError> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        Self::release_root(state);
+        // The state remembers an error.
+        let _ = self.release_root(state);
+        if matches!(change, Change::Loaded(None)) {
+            // Whatever was changed is overwritten.
+            state.spoilt = state.spoilt.take().filter(|spoilt| !spoilt.changed);
+        }
         state.gather.give_up(change)?;
         state.weights_version += 1;
         state.expect_nothing();
@@ -562,7 +558,9 @@ impl Engine {
         let state = &mut *state;
         (state.unit_step, state.lent) = (None, false);
         (state.forward_version, state.pending_forwards) = (None, 0);
-        Self::release_root(state);
+        // The state remembers an error.
+        let _ = self.release_root(state);
+        self.take_back_stuck(state);
         state.training = TrainingState::Idle;
         let finished = Self::forget_gradients(state);
         state.forwards = 0;
@@ -579,7 +577,7 @@ impl Engine {
             let moment = Moment { phase: Phase::Optimizer, step: state.step };
             state.reduce.reduce_remaining(&self.groups, moment)?;
         }
-        self.settle()?;
+        self.settle_intact()?;
         self.divide_by_tokens()
     }
 
@@ -593,18 +591,24 @@ impl Engine {
     /// no tensor shows weights that others write; the backward makes it whole again.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] inside a forward or a backward, whose units are in use; those of the streams.
-    pub(crate) fn settle(&self) -> Result<(), CommError> {
+    /// [`Error::Usage`] inside a forward or a backward, whose units are in use; if a program holds the storage of a
+    /// parameter; those of the streams.
+    pub(crate) fn settle(&self) -> Result<()> {
         let mut state = self.state.lock();
         let state = &mut *state;
         if state.training != TrainingState::Idle {
-            let message =
-                "the weights are in use by a forward or a backward of the model: call this after it".into();
-            return Err(CommError::Invalid { rank: self.comm.rank(), message });
+            return Err(Error::Usage(
+                "the weights are in use by a forward or a backward of the model: call this after it".into(),
+            ));
         }
-        Self::release_root(state);
+        // The state remembers an error.
+        let _ = self.release_root(state);
+        self.take_back_stuck(state);
+        if state.units.iter().any(|unit| unit.stuck) {
+            state.check_intact()?;
+        }
         state.reduce.finish()?;
-        state.gather.reset()
+        Ok(state.gather.reset()?)
     }
 }
 
@@ -624,12 +628,22 @@ impl UnitGuard {
     fn hold(mut self) {
         self.held = true;
     }
+
+    /// This use of the unit is over.
+    ///
+    /// # Errors
+    /// If a program has changed a parameter of the unit, or holds its storage.
+    pub(crate) fn leave(mut self) -> Result<()> {
+        self.held = true;
+        self.engine.leave(self.unit)
+    }
 }
 
 impl Drop for UnitGuard {
     fn drop(&mut self) {
         if !self.held {
-            self.engine.leave(self.unit);
+            // Some error is on its way already, and the state remembers this one.
+            let _ = self.engine.leave(self.unit);
         }
     }
 }

@@ -68,7 +68,7 @@ impl<M> Fsdp<M> {
                     .into(),
             ));
         }
-        engine.settle()?;
+        engine.settle_intact()?;
         let mut shards = Vec::with_capacity(engine.groups.len());
         for weights in engine.averaged_weights() {
             let Some(weights) = weights else {
@@ -193,7 +193,7 @@ impl Ema {
             engine.agree("average of the weights", Phase::Optimizer, &[line])?;
             self.agreed = true;
         }
-        engine.settle()?;
+        engine.settle_intact()?;
         let decay = self.next_decay();
         for (shard, weights) in self.shards.iter().zip(engine.averaged_weights()) {
             let (Some(shard), Some(weights)) = (shard, weights) else { continue };
@@ -224,7 +224,7 @@ impl Engine {
 
     /// Exchanges the optimizer's weights with `shards`, and installs them as model weights.
     fn exchange_weights(&self, shards: &[Option<Slice>]) -> Result<()> {
-        self.settle()?;
+        self.settle_intact()?;
         for (shard, weights) in shards.iter().zip(self.averaged_weights()) {
             let (Some(shard), Some(weights)) = (shard, weights) else { continue };
             swap(&*self.streams.compute, shard, &weights)?;

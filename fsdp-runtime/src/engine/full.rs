@@ -22,7 +22,7 @@ impl Engine {
         unit: usize,
         mut visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
-        self.settle()?;
+        self.settle_intact()?;
         let tag = self.tag("weights", Phase::Setup);
         if self.outer_comm.size() > 1 {
             // What only a group reads all must have come to alike.

@@ -68,19 +68,13 @@ impl Engine {
         grads: &mut GradStore,
     ) -> candle_core::Result<()> {
         for &param in &self.units[unit].params {
-            for variable in &self.slots[param].variables {
-                if let Some(grad) = grads.remove(variable) {
-                    self.deliver(param, &grad)?;
-                }
+            if let Some(grad) = grads.remove(self.slots[param].variable.tensor()) {
+                self.deliver(param, &grad)?;
             }
         }
         for bound in borrowed.iter().filter_map(Param::bound) {
             if let Some(grad) = grads.remove(&bound.variable) {
-                let is_it = |&&param: &&usize| {
-                    self.slots[param].variables.iter().any(|variable| variable.id() == bound.variable.id())
-                };
-                let param = self.units[bound.unit].params.iter().find(is_it);
-                self.deliver(*param.expect("a bound parameter is one of its unit's"), &grad)?;
+                self.deliver(bound.slot, &grad)?;
             }
         }
         Ok(())

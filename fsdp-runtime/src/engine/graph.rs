@@ -196,7 +196,7 @@ impl StepGraph {
                     .into(),
             ));
         }
-        engine.settle()?;
+        engine.settle_intact()?;
         if engine.comm.size() > 1 {
             engine.comm.host_barrier(engine.tag("launch of a graph", Phase::Optimizer))?;
         }

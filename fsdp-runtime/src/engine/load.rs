@@ -181,7 +181,7 @@ impl<'a> Stores<'a> {
 fn cuts(slice: &Slice) -> impl Iterator<Item = Range<usize>> {
     const AT_ONCE: usize = 4 << 20;
     let len = slice.len();
-    let step = if slice.block().is_host() { len } else { AT_ONCE };
+    let step = if slice.is_host() { len } else { AT_ONCE };
     (0..len).step_by(step.max(1)).map(move |start| start..(start + step).min(len))
 }
 

@@ -20,6 +20,7 @@ mod gradients;
 mod graph;
 mod held;
 mod history;
+mod intact;
 mod load;
 mod loss_scale;
 mod mean;

@@ -45,7 +45,8 @@ pub(crate) struct Bound {
     pub unit: usize,
     /// Index of the physical parameter.
     pub slot: usize,
-    /// The permanent variable: an alias into the gathered buffer while unsharded, a tombstone while sharded.
+    /// The parameter's one tensor: it has the gathered values while unsharded, a tombstone while sharded. Tied parameters
+    /// have the same.
     pub variable: Tensor,
     pub requires_grad: bool,
     pub sink: GradSink,
@@ -149,6 +150,9 @@ impl Param {
     ///
     /// The tensor is valid until the scope ends. A copy of the handle that is kept beyond it answers every op
     /// with an error once the unit is resharded: one of candle's that names the dtype `F4`, which nothing else has.
+    /// It is to be read only: an in-place op on it, or a guard of its storage that outlives the scope, is an error of the
+    /// forward or the backward that it is done in, and of all that comes later until the weights are loaded, or the guard is
+    /// dropped and [`reset_step`](super::Fsdp::reset_step) called.
     ///
     /// # Errors
     /// If the parameter belongs to another unit than the one `scope` is for (or one that encloses it), naming

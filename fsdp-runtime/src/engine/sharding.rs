@@ -20,7 +20,7 @@ use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
-use crate::memory::{Account, Category, variable};
+use crate::memory::{Account, Category, Variable};
 use crate::mesh::{MeshDim, Topology};
 use crate::pipeline::{
     AllGatherPipeline, GatherOptions, GatherUnit, GradReducePipeline, Outer, Prefetch, ReduceOptions,
@@ -99,7 +99,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     buffers::broadcast(model, &*comm)?;
     let backend = mesh.backend().clone();
-    let slots = slots(&collected, &layout, backend.tensors())?;
+    let slots = slots(&layout, backend.tensors())?;
     let id = next_id();
     bind_params(&collected, &layout, &slots, id)?;
 
@@ -320,29 +320,19 @@ fn reduce_pipeline(parts: &Parts) -> Result<GradReducePipeline> {
     ))
 }
 
-fn slots(collected: &Collected<'_>, layout: &ModelLayout, device: &candle_core::Device) -> Result<Vec<Slot>> {
-    let mut slots: Vec<Slot> = (0..layout.params.len())
+fn slots(layout: &ModelLayout, device: &candle_core::Device) -> Result<Vec<Slot>> {
+    (0..layout.params.len())
         .map(|param| {
             let (group, item) = layout.place_of(param);
-            Slot {
-                group,
-                item,
-                variables: Vec::new(),
-                sink: GradSink::closed(),
-                read: AtomicBool::new(false),
-            }
+            let ParamSpec { shape, key, .. } = &layout.params[param];
+            let shape = candle_core::Shape::from(shape.as_slice());
+            let variable = Variable::new(&shape, key.dtype, key.requires_grad, device)?;
+            Ok(Slot { group, item, variable, sink: GradSink::closed(), read: AtomicBool::new(false) })
         })
-        .collect();
-    for item in &collected.uses {
-        let ParamSpec { shape, key, .. } = &layout.params[item.slot];
-        let shape = candle_core::Shape::from(shape.as_slice());
-        slots[item.slot].variables.push(variable(&shape, key.dtype, key.requires_grad, device)?);
-    }
-    Ok(slots)
+        .collect()
 }
 
 fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], engine: usize) -> Result<()> {
-    let mut used = vec![0; slots.len()];
     for item in &collected.uses {
         let slot = &slots[item.slot];
         let key = layout.params[item.slot].key;
@@ -351,11 +341,10 @@ fn bind_params(collected: &Collected<'_>, layout: &ModelLayout, slots: &[Slot], 
             name: item.name.clone(),
             unit: key.unit,
             slot: item.slot,
-            variable: slot.variables[used[item.slot]].clone(),
+            variable: slot.variable.tensor().clone(),
             requires_grad: key.requires_grad,
             sink: if key.requires_grad { slot.sink.clone() } else { GradSink::closed() },
         };
-        used[item.slot] += 1;
         // A clone of a parameter is the same cell: its first use has bound it.
         let clone = item.param.bound().is_some_and(|bound| bound.engine == engine);
         if !item.param.bind(bound) && !clone {

@@ -29,7 +29,7 @@ impl Open {
     }
 
     fn is_host_f32(&self) -> bool {
-        self.slice.dtype() == Dtype::F32 && self.slice.block().is_host()
+        self.slice.dtype() == Dtype::F32 && self.slice.is_host()
     }
 }
 
@@ -184,13 +184,13 @@ impl GradSink {
                 open.slice.len()
             );
         }
-        let grad = if open.slice.block().is_host() { grad.to_dtype(DType::F32)? } else { grad.clone() };
+        let grad = if open.slice.is_host() { grad.to_dtype(DType::F32)? } else { grad.clone() };
         let grad = grad.contiguous()?;
         let (storage, layout) = grad.storage_and_layout();
         let storage = match &*storage {
-            Storage::Cpu(storage) if open.slice.block().is_host() => storage,
+            Storage::Cpu(storage) if open.slice.is_host() => storage,
             #[cfg(feature = "cuda")]
-            Storage::Cuda(storage) if !open.slice.block().is_host() => {
+            Storage::Cuda(storage) if !open.slice.is_host() => {
                 // SAFETY: as in `accumulate_f32`, in the order of candle's stream, which is the compute stream.
                 unsafe {
                     cuda::accumulate(storage, layout.start_offset(), &open.slice, open.written)?;

@@ -214,6 +214,7 @@ impl<T> Unit<T> {
                 None => run.forward(&guard, input, false, "forward")?,
                 to => run.forward(&guard, &cast_floats(input, to)?, false, "forward")?,
             };
+            guard.leave().map_err(|error| run.engine.note_failure(error))?;
             return if casts.output.is_none() { Ok(output) } else { cast_floats(&output, casts.output) };
         }
         let (packed, shapes) = input.pack()?;
@@ -235,7 +236,7 @@ impl<T> Unit<T> {
             }
         };
         let expectation = bound.engine.expect_backward(&guard);
-        drop(guard);
+        guard.leave().map_err(|error| bound.engine.note_failure(error))?;
         let (shape, output_shapes) = match &saved {
             Saved::Graph(inner) => (inner.output.shape().clone(), inner.output_shapes.clone()),
             Saved::Inputs { shape, output_shapes, .. } => (shape.clone(), output_shapes.clone()),
@@ -533,7 +534,7 @@ where
         };
         drop(graph);
         engine.end_span(span);
-        drop(guard);
+        guard.leave().map_err(fail)?;
         expectation.meet(&run.enclosing).map_err(|error| fail(error.into()))?;
         if engine.config.reshard_after_backward {
             engine.reshard_after_backward(run.unit).map_err(|error| fail(error.into()))?;

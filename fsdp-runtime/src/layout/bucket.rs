@@ -65,6 +65,11 @@ pub struct BucketLayout {
 }
 
 impl BucketLayout {
+    /// The elements of each parameter, in order.
+    pub(crate) fn parts(&self) -> Vec<Range<usize>> {
+        self.items.iter().map(Item::range).collect()
+    }
+
     /// Elements of one shard.
     pub const fn shard_len(&self) -> usize {
         self.size / self.ranks

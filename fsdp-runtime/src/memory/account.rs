@@ -1,12 +1,13 @@
 //! Bytes held on a rank, by what they are for.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde::Serialize;
 
 use crate::comm::{Allocate, CommError};
-use crate::device::{HostMemory, Memory, Slice};
+use crate::device::{HostMemory, Memory, OnFree, Slice};
 use crate::spec::Dtype;
 
 /// What a flat buffer is for.
@@ -108,6 +109,11 @@ impl Account {
         Account { memory, counters: self.counters.clone() }
     }
 
+    /// Whether buffers are in memory of the host.
+    pub(crate) fn is_host(&self) -> bool {
+        self.memory.is_host()
+    }
+
     /// Makes buffers that are counted under `category`, for [`Communicator::allocate_by`](crate::comm::Communicator::allocate_by).
     pub fn allocator(&self, category: Category) -> Allocate {
         let account = self.clone();
@@ -124,7 +130,25 @@ impl Account {
     /// As for [`Slice::zeros_in`].
     pub unsafe fn allocate(&self, category: Category, dtype: Dtype, len: usize) -> Result<Slice, CommError> {
         // SAFETY: the caller's promise.
-        unsafe { self.allocate_in(&*self.memory, category, dtype, len) }
+        unsafe { self.allocate_in(&*self.memory, category, dtype, len, &[]) }
+    }
+
+    /// As [`Account::allocate`], but in pieces, see [`Slice::zeros_in_pieces`].
+    ///
+    /// # Errors
+    /// As for [`Account::allocate`].
+    ///
+    /// # Safety
+    /// As for [`Account::allocate`].
+    pub(crate) unsafe fn allocate_in_pieces(
+        &self,
+        category: Category,
+        dtype: Dtype,
+        len: usize,
+        parts: &[Range<usize>],
+    ) -> Result<Slice, CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.allocate_in(&*self.memory, category, dtype, len, parts) }
     }
 
     /// As [`Account::allocate`], but in memory of the host, wherever the other buffers are.
@@ -141,7 +165,7 @@ impl Account {
         len: usize,
     ) -> Result<Slice, CommError> {
         // SAFETY: the caller's promise.
-        unsafe { self.allocate_in(&HostMemory, category, dtype, len) }
+        unsafe { self.allocate_in(&HostMemory, category, dtype, len, &[]) }
     }
 
     /// # Safety
@@ -152,13 +176,20 @@ impl Account {
         category: Category,
         dtype: Dtype,
         len: usize,
+        parts: &[Range<usize>],
     ) -> Result<Slice, CommError> {
         let freed = self.counters.clone();
         let on_free = move |bytes| {
             freed[category as usize].current.fetch_sub(bytes, Ordering::Relaxed);
         };
         // SAFETY: the caller's promise.
-        let slice = unsafe { Slice::zeros_in(memory, dtype, len, Some(Box::new(on_free))) };
+        let slice = unsafe {
+            let on_free: Option<OnFree> = Some(Box::new(on_free));
+            match parts {
+                [] => Slice::zeros_in(memory, dtype, len, on_free),
+                parts => Slice::zeros_in_pieces(memory, dtype, len, parts, on_free),
+            }
+        };
         let slice = slice.map_err(|error| self.exhausted(error, category))?;
         let counter = &self.counters[category as usize];
         let now = counter.current.fetch_add(slice.bytes(), Ordering::Relaxed) + slice.bytes();

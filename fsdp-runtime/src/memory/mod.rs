@@ -5,5 +5,7 @@ mod alias;
 mod pool;
 
 pub use account::{Account, Category, Usage};
-pub(crate) use alias::{Aliases, TOMBSTONE, candle_dtype, copy_out, names_tombstone, variable};
+pub(crate) use alias::{
+    Aliases, Fault, TOMBSTONE, Thoroughness, Variable, candle_dtype, copy_out, names_tombstone,
+};
 pub(crate) use pool::{Lease, Pool};

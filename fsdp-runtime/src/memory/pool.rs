@@ -5,6 +5,7 @@
 //! the same few buffers go round, and where no two are alike each unit's are there while it holds them.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Account, Category};
@@ -16,11 +17,16 @@ use crate::spec::Dtype;
 /// Dtype and elements of each buffer of a unit.
 pub(crate) type Shapes = Vec<(Dtype, usize)>;
 
+/// Elements of each parameter in a buffer.
+pub(crate) type Parts = Vec<Range<usize>>;
+
 /// The buffers that a unit holds. They are given back by [`Pool::release`].
 #[derive(Debug)]
 pub(crate) struct Lease {
     buffers: Vec<Slice>,
     class: usize,
+    /// The unit whose parameters they are in pieces for.
+    cut_for: usize,
     /// They are of those that [`Pool::settle`] has allocated.
     settled: bool,
 }
@@ -53,6 +59,8 @@ pub(crate) struct Pool {
     category: Category,
     classes: Vec<Class>,
     class_of_unit: Vec<Option<usize>>,
+    /// By unit and buffer, what is to be a piece of its own; nothing where buffers are not in pieces.
+    parts: Vec<Vec<Parts>>,
     limit: PoolLimit,
     /// Bytes that `limit` allows for.
     room: u64,
@@ -89,11 +97,35 @@ impl Pool {
             Some(class)
         });
         let class_of_unit = class_of_unit.collect();
-        let (room, allocated, settled, clock) = (0, 0, false, 0);
-        let mut pool =
-            Pool { account, category, classes, class_of_unit, limit, room, allocated, keep, settled, clock };
+        let (parts, room, allocated, settled, clock) = (Vec::new(), 0, 0, false, 0);
+        let mut pool = Pool {
+            account,
+            category,
+            classes,
+            class_of_unit,
+            parts,
+            limit,
+            room,
+            allocated,
+            keep,
+            settled,
+            clock,
+        };
         pool.set_limit(limit);
         pool
+    }
+
+    /// The same pool, whose buffers are in pieces where they are in memory of the host: `parts` are those of each buffer of
+    /// each unit. Units whose buffers are as long but cut elsewhere take turns all the same.
+    pub(crate) fn in_pieces(mut self, parts: Vec<Vec<Parts>>) -> Pool {
+        if self.account.is_host() {
+            self.parts = parts;
+        }
+        self
+    }
+
+    fn parts_of(&self, unit: usize) -> &[Parts] {
+        self.parts.get(unit).map_or(&[], Vec::as_slice)
     }
 
     /// Sets the bound. Units hold no more than it allows for, but where some are held inside others.
@@ -134,8 +166,8 @@ impl Pool {
                 None => 0,
             };
             for _ in 0..sets {
-                let buffers = allocate(&account, self.category, &class.shapes)?;
-                class.idle.push_back((0, Lease { buffers, class: index, settled: true }));
+                let buffers = allocate(&account, self.category, &class.shapes, &[])?;
+                class.idle.push_back((0, Lease { buffers, class: index, cut_for: 0, settled: true }));
             }
         }
         self.settled = true;
@@ -161,17 +193,33 @@ impl Pool {
     /// Those of [`Account::allocate`].
     pub(crate) fn acquire(&mut self, unit: usize) -> Result<Option<Lease>, CommError> {
         let Some(index) = self.class_of_unit[unit] else { return Ok(None) };
-        let class = &mut self.classes[index];
-        if let Some((_, lease)) = class.idle.pop_front() {
+        if let Some(lease) = self.take_idle(unit, index)? {
             return Ok(Some(lease));
         }
+        let class = &self.classes[index];
         if class.alone.is_none() {
             let bytes = class.bytes();
             while self.allocated + bytes > self.room && self.free_oldest() {}
             self.allocated += bytes;
         }
-        let buffers = allocate(&self.account, self.category, &self.classes[index].shapes)?;
-        Ok(Some(Lease { buffers, class: index, settled: false }))
+        let buffers =
+            allocate(&self.account, self.category, &self.classes[index].shapes, self.parts_of(unit))?;
+        Ok(Some(Lease { buffers, class: index, cut_for: unit, settled: false }))
+    }
+
+    /// What a unit of the class has left, in the pieces that `unit` needs: what is in others is freed, and allocated anew.
+    fn take_idle(&mut self, unit: usize, class: usize) -> Result<Option<Lease>, CommError> {
+        let alike = |(_, lease): &(u64, Lease)| self.parts_of(lease.cut_for) == self.parts_of(unit);
+        let at = self.classes[class].idle.iter().position(alike);
+        if let Some((_, lease)) = at.and_then(|at| self.classes[class].idle.remove(at)) {
+            return Ok(Some(lease));
+        }
+        let Some((_, mut lease)) = self.classes[class].idle.pop_front() else { return Ok(None) };
+        lease.buffers.clear();
+        lease.buffers =
+            allocate(&self.account, self.category, &self.classes[class].shapes, self.parts_of(unit))?;
+        lease.cut_for = unit;
+        Ok(Some(lease))
     }
 
     /// Takes the buffers back, which are written again or freed from now on: whoever calls sees to the order of streams.
@@ -212,12 +260,20 @@ impl Pool {
     }
 }
 
-fn allocate(account: &Account, category: Category, shapes: &Shapes) -> Result<Vec<Slice>, CommError> {
+fn allocate(
+    account: &Account,
+    category: Category,
+    shapes: &Shapes,
+    parts: &[Parts],
+) -> Result<Vec<Slice>, CommError> {
     // SAFETY: a set of buffers has one holder at a time. A slot's next one gets it when the last one has given it back,
     // on a stream that waits for the last use (`acquire`); a fallback has one holder ever. How holders order their own
     // streams is said where the pipelines launch work.
-    let allocate = |&(dtype, len): &(Dtype, usize)| unsafe { account.allocate(category, dtype, len) };
-    shapes.iter().map(allocate).collect()
+    let allocate = |(&(dtype, len), parts): (&(Dtype, usize), &[Range<usize>])| unsafe {
+        account.allocate_in_pieces(category, dtype, len, parts)
+    };
+    let parts = parts.iter().map(Vec::as_slice).chain(std::iter::repeat(&[][..]));
+    shapes.iter().zip(parts).map(allocate).collect()
 }
 
 #[cfg(test)]

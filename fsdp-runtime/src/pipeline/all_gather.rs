@@ -171,6 +171,9 @@ impl AllGatherPipeline {
             options.limit(widest),
             options.double_buffer,
         );
+        let parts =
+            |unit: &GatherUnit| unit.groups.iter().map(|&group| groups[group].layout.parts()).collect();
+        let pool = pool.in_pieces(units.iter().map(parts).collect());
         let units = units.into_iter().map(|GatherUnit { path, groups: buckets, reshard }| UnitWeights {
             path,
             numel: buckets.iter().map(|&group| groups[group].layout.size).sum(),

@@ -20,6 +20,8 @@ pub mod cpu;
 mod elementwise;
 #[path = "../../../fsdp-runtime/src/device/memory.rs"]
 mod memory;
+#[path = "../../../fsdp-runtime/src/device/pieces.rs"]
+mod pieces;
 #[path = "../../../fsdp-runtime/src/device/range.rs"]
 mod range;
 mod shadow;
@@ -74,6 +76,33 @@ impl Slice {
     pub unsafe fn zeros(dtype: Dtype, len: usize, on_free: Option<OnFree>) -> Slice {
         // SAFETY: the caller's promise.
         unsafe { Self::zeros_in(&HostMemory, dtype, len, on_free) }.unwrap()
+    }
+
+    /// No tensor has the memory: it can be in one piece.
+    ///
+    /// # Safety
+    /// That of the runtime's slice.
+    pub unsafe fn zeros_in_pieces(
+        memory: &dyn Memory,
+        dtype: Dtype,
+        len: usize,
+        _parts: &[Range<usize>],
+        on_free: Option<OnFree>,
+    ) -> Result<Slice, CommError> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::zeros_in(memory, dtype, len, on_free) }
+    }
+
+    pub fn segments(&self) -> Vec<Slice> {
+        vec![self.clone()]
+    }
+
+    pub(crate) fn paired_segments(&self, other: &Slice) -> Vec<(Slice, Slice)> {
+        vec![(self.clone(), other.clone())]
+    }
+
+    pub(crate) fn same_place(&self, other: &Slice) -> bool {
+        self.memory.same_place(&other.memory)
     }
 
     /// The next write to the buffer panics.

@@ -26,7 +26,7 @@ pub fn deliver(
                 slice.len()
             );
         }
-        if slice.block().is_host() {
+        if slice.is_host() {
             bail!("{op}: the sink of the weight {:?} is on the CPU, the weight is not", weight.dims());
         }
         let dtype = match slice.dtype() {

@@ -37,8 +37,10 @@ pub(super) struct Host;
 impl Site for Host {
     unsafe fn copy(&self, source: &Slice, target: &Slice) -> Result<(), CommError> {
         if !same_place(source, target) {
-            // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
-            unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
+            for (source, target) in source.paired_segments(target) {
+                // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
+                unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
+            }
         }
         Ok(())
     }

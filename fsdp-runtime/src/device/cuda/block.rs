@@ -82,6 +82,10 @@ impl fmt::Debug for PinnedMemory {
     }
 }
 
+/// Bytes of an allocation before its first slice: no tensor has the address that the driver frees, so that safe code which
+/// takes a parameter's alias out of its tensor and drops it cannot have the block freed. It keeps the driver's alignment.
+const BEFORE: usize = 256;
+
 /// The address of empty memory: aligned, and never used.
 const EMPTY: NonNull<u8> = NonNull::without_provenance(NonZero::new(ALIGN).unwrap());
 
@@ -126,7 +130,7 @@ impl CudaBlock {
                 for used in uses.iter().filter(|used| !Arc::ptr_eq(&used.stream, stream)) {
                     stream.wait(&used.event)?;
                 }
-                let ptr = self.ptr.addr().get() as u64;
+                let ptr = (self.ptr.addr().get() - BEFORE) as u64;
                 // SAFETY: it was allocated by `allocate` and is freed once. Uses of other streams come before by the
                 // waits above; those of the compute stream by its own order, or by the word of who has retired it.
                 unsafe { cuda::result::free_async(ptr, stream.cu_stream()) }
@@ -197,7 +201,7 @@ unsafe impl Memory for CudaMemory {
         let stream = state.compute.cu_stream();
         let allocated = state.context.bind_to_thread().and_then(|()| {
             // SAFETY: the stream is alive; the memory is set below, in its order.
-            let ptr = unsafe { cuda::result::malloc_async(stream, bytes) }?;
+            let ptr = unsafe { cuda::result::malloc_async(stream, BEFORE + bytes) }? + BEFORE as u64;
             // SAFETY: `bytes` bytes were allocated at `ptr`, in the order of this stream.
             unsafe { cuda::result::memset_d8_async(ptr, 0, bytes, stream) }?;
             Ok(ptr)
@@ -245,7 +249,7 @@ impl CudaDevice {
 
     /// Whether `slice` is memory of another allocator, which stays where it is and is not of a pool.
     pub(crate) fn has_adopted(&self, slice: &Slice) -> bool {
-        let block = slice.block().as_any().downcast_ref::<CudaBlock>();
+        let block = cuda_block(slice);
         block.is_some_and(|block| place(self, slice) == Place::Device && block.give_back.lock().is_some())
     }
 }
@@ -288,7 +292,7 @@ unsafe impl Memory for PinnedMemory {
 /// Notes that `stream` uses `slices` until its present end. Of a graph that is being captured it is not noted: who
 /// launches it keeps the memory.
 pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Result<(), cuda::DriverError> {
-    let blocks = slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>());
+    let blocks = slices.iter().filter_map(|slice| cuda_block(slice));
     // What is done on the stream that they are freed on is in order as it is.
     let blocks: Vec<_> = blocks.filter(|block| !Arc::ptr_eq(&block.device.state().compute, stream)).collect();
     const NO_CAPTURE: cuda::sys::CUstreamCaptureStatus =
@@ -313,14 +317,14 @@ pub(super) fn note_use(stream: &Arc<cuda::CudaStream>, slices: &[&Slice]) -> Res
 /// # Safety
 /// That of [`Stream::retire`](crate::device::Stream::retire).
 pub(super) unsafe fn retire(stream: &Arc<cuda::CudaStream>, slices: &[Slice]) {
-    for block in slices.iter().filter_map(|slice| slice.block().as_any().downcast_ref::<CudaBlock>()) {
+    for block in slices.iter().filter_map(|slice| cuda_block(slice)) {
         *block.retired_on.lock() = Some(stream.clone());
     }
 }
 
 /// Where a slice's memory is, for the streams of `device`.
 pub(super) fn place(device: &CudaDevice, slice: &Slice) -> Place {
-    match slice.block().as_any().downcast_ref::<CudaBlock>() {
+    match cuda_block(slice) {
         Some(block) if block.kind == Kind::Pinned => Place::Pinned,
         Some(block) if block.device.ordinal() == device.ordinal() => Place::Device,
         Some(_) => Place::OtherDevice,
@@ -336,4 +340,9 @@ pub(super) enum Place {
     OtherDevice,
     /// Which the device does not reach.
     Host,
+}
+
+/// The block of a slice of a CUDA device.
+fn cuda_block(slice: &Slice) -> Option<&CudaBlock> {
+    slice.block()?.as_any().downcast_ref()
 }

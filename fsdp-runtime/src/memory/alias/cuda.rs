@@ -17,7 +17,7 @@ pub(super) fn alias(device: &CudaDevice, slice: &Slice) -> CudaStorage {
     let stream = device.cuda_stream();
     let (address, len) = (slice.as_ptr().addr() as u64, slice.len());
     // SAFETY: address and length are those of a live part of the buffer, whose elements are initialised and of this dtype.
-    // The slices go straight into a storage from which only `Aliases::drop` takes them, to leak them: the driver is never
+    // The slices go straight into a storage from which `Aliases::take_back` takes them, to leak them: the driver is not
     // asked to free them.
     let slice = unsafe {
         match slice.dtype() {
@@ -29,19 +29,25 @@ pub(super) fn alias(device: &CudaDevice, slice: &Slice) -> CudaStorage {
     CudaStorage { slice, device: device.clone() }
 }
 
-pub(super) fn forget(storage: CudaStorage, slice: &Slice) {
-    fn leak<T>(alias: CudaSlice<T>, address: u64) {
+/// Whether it is the alias that was made.
+pub(super) fn forget(storage: CudaStorage, slice: &Slice) -> bool {
+    fn leak<T>(alias: CudaSlice<T>, address: u64, len: usize) -> bool {
         let stream = alias.stream().clone();
-        let own = alias.device_ptr(&stream).0;
-        if own == address {
+        let same = alias.device_ptr(&stream).0 == address;
+        let whole = alias.len() == len;
+        if same {
             alias.leak();
         }
+        same && whole
     }
-    let address = slice.as_ptr().addr() as u64;
+    let (address, len) = (slice.as_ptr().addr() as u64, slice.len());
     match storage.slice {
-        CudaStorageSlice::F32(alias) => leak(alias, address),
-        CudaStorageSlice::BF16(alias) => leak(alias, address),
-        CudaStorageSlice::F16(alias) => leak(alias, address),
-        tombstone => drop(tombstone),
+        CudaStorageSlice::F32(alias) => leak(alias, address, len),
+        CudaStorageSlice::BF16(alias) => leak(alias, address, len),
+        CudaStorageSlice::F16(alias) => leak(alias, address, len),
+        other => {
+            drop(other);
+            false
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Aliases on the CPU: `Vec`s over memory that they do not own.
+//! Parameters in host memory: pieces of buffers, lent as the `Vec`s that they are.
 
 use candle_core::CpuStorage;
 use half::{bf16, f16};
@@ -10,28 +10,30 @@ pub(super) fn tombstone() -> CpuStorage {
     CpuStorage::F4(Vec::new())
 }
 
-pub(super) fn alias(slice: &Slice) -> CpuStorage {
+/// # Panics
+/// If `slice` is no piece of its buffer, or is lent already.
+pub(super) fn lend(slice: &Slice) -> CpuStorage {
+    fn vec<T: Element>(slice: &Slice) -> Vec<T> {
+        // SAFETY: the unit has just been acquired from the gather pipeline: on the compute stream, which is this thread,
+        // its gather is over, its peers have read what they needed, and nothing else uses it before it is released.
+        let lent = unsafe { slice.lend::<T>() };
+        lent.expect("a parameter is a piece of its bucket's memory, and has one tensor")
+    }
     match slice.dtype() {
-        Dtype::F32 => CpuStorage::F32(alias_vec::<f32>(slice)),
-        Dtype::BF16 => CpuStorage::BF16(alias_vec::<bf16>(slice)),
-        Dtype::F16 => CpuStorage::F16(alias_vec::<f16>(slice)),
+        Dtype::F32 => CpuStorage::F32(vec(slice)),
+        Dtype::BF16 => CpuStorage::BF16(vec(slice)),
+        Dtype::F16 => CpuStorage::F16(vec(slice)),
     }
 }
 
-fn alias_vec<T: Element>(slice: &Slice) -> Vec<T> {
-    // SAFETY: pointer, length and alignment are those of a live part of the buffer, whose elements are
-    // initialised. The allocator never sees this pointer: the `Vec` goes straight into a storage from which
-    // only `Aliases::drop` takes it, to forget it, and candle neither grows nor frees a storage that is
-    // reachable from a live tensor.
-    unsafe { Vec::from_raw_parts(slice.as_ptr().cast::<T>(), slice.len(), slice.len()) }
-}
-
-pub(super) fn forget(storage: CpuStorage, slice: &Slice) {
-    let address = slice.as_ptr();
-    match storage {
-        CpuStorage::F32(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
-        CpuStorage::BF16(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
-        CpuStorage::F16(vec) if vec.as_ptr().cast() == address.cast_const() => std::mem::forget(vec),
-        other => drop(other),
+/// Whether it is what was lent.
+pub(super) fn take_back(storage: CpuStorage, slice: &Slice) -> bool {
+    match (slice.dtype(), storage) {
+        (Dtype::F32, CpuStorage::F32(vec)) => slice.take_back(Some(vec)),
+        (Dtype::BF16, CpuStorage::BF16(vec)) => slice.take_back(Some(vec)),
+        (Dtype::F16, CpuStorage::F16(vec)) => slice.take_back(Some(vec)),
+        (Dtype::F32, _) => slice.take_back::<f32>(None),
+        (Dtype::BF16, _) => slice.take_back::<bf16>(None),
+        (Dtype::F16, _) => slice.take_back::<f16>(None),
     }
 }
