@@ -538,10 +538,6 @@ impl Engine {
         let state = &mut *state;
         // The state remembers an error.
         let _ = self.release_root(state);
-        if matches!(change, Change::Loaded(None)) {
-            // Whatever was changed is overwritten.
-            state.spoilt = state.spoilt.take().filter(|spoilt| !spoilt.changed);
-        }
         state.gather.give_up(change)?;
         state.weights_version += 1;
         state.expect_nothing();

@@ -35,6 +35,12 @@ impl Engine {
         self.state.lock().check_intact()
     }
 
+    /// All weights were loaded: whatever was changed is overwritten.
+    pub(crate) fn forget_changed(&self) {
+        let mut state = self.state.lock();
+        state.spoilt = state.spoilt.take().filter(|spoilt| !spoilt.changed);
+    }
+
     /// Takes the memory of the unit's parameters out of their tensors. What a tensor still has is not released: the unit is
     /// stuck.
     pub(super) fn take_back(&self, state: &mut State, unit: usize) -> Result<()> {

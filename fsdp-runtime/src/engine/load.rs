@@ -35,15 +35,18 @@ impl Engine {
         let written = self.write_weights(unit, write);
         // Whatever was written before an error counts.
         self.weights_changed(Change::Loaded(unit))?;
+        if unit.is_none() && written.is_ok() {
+            self.forget_changed();
+        }
         self.agree_on_copies(Written::Held(unit), written)
     }
 
     /// Settles, and has the present values of what this rank holds here, those included that other outer ranks have updated.
-    fn complete_shards(&self) -> Result<(), CommError> {
+    fn complete_shards(&self) -> Result<()> {
         self.settle()?;
         let mut state = self.state.lock();
         let moment = Moment { phase: Phase::Setup, step: state.step };
-        state.gather.complete_shards(&self.groups, moment)
+        Ok(state.gather.complete_shards(&self.groups, moment)?)
     }
 
     fn write_weights(
@@ -173,6 +176,7 @@ impl<'a> Stores<'a> {
     /// All are written; all ranks must call it.
     pub(crate) fn finish(self) -> Result<()> {
         self.engine.weights_changed(Change::Loaded(None))?;
+        self.engine.forget_changed();
         self.engine.agree_on_copies(Written::Held(None), Ok(()))
     }
 }
