@@ -66,7 +66,7 @@ pub struct BucketLayout {
 
 impl BucketLayout {
     /// The elements of each parameter, in order.
-    pub(crate) fn parts(&self) -> Vec<Range<usize>> {
+    pub fn parts(&self) -> Vec<Range<usize>> {
         self.items.iter().map(Item::range).collect()
     }
 
