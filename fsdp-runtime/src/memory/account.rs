@@ -110,7 +110,7 @@ impl Account {
     }
 
     /// Whether buffers are in memory of the host.
-    pub(crate) fn is_host(&self) -> bool {
+    pub fn is_host(&self) -> bool {
         self.memory.is_host()
     }
 
@@ -140,7 +140,7 @@ impl Account {
     ///
     /// # Safety
     /// As for [`Account::allocate`].
-    pub(crate) unsafe fn allocate_in_pieces(
+    pub unsafe fn allocate_in_pieces(
         &self,
         category: Category,
         dtype: Dtype,
