@@ -357,9 +357,9 @@ fn names_of_a_file_are_shortened_in_messages() {
     }
 }
 
-/// Starts a run that would take long, waits until it is in its midst, and asks it to stop.
+/// Starts a run that would take long, waits until it is in its midst, and asks it to stop so many times.
 #[cfg(unix)]
-fn interrupted(place: &Place, options: &[&str]) -> (Output, usize) {
+fn interrupted(place: &Place, options: &[&str], times: usize) -> (Output, usize) {
     // However many steps there are to be, nothing is prepared for all of them.
     let steps = ["--steps", "9223372036854775807", "--metrics", "metrics"];
     let mut command = Command::new(program());
@@ -371,7 +371,9 @@ fn interrupted(place: &Place, options: &[&str]) -> (Output, usize) {
         std::thread::sleep(Duration::from_millis(1));
     }
     let pid = run.id().to_string();
-    assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    for _ in 0..times {
+        assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    }
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
     (output, lines())
@@ -382,7 +384,7 @@ fn interrupted(place: &Place, options: &[&str]) -> (Output, usize) {
 fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
     let place = Place::new();
     let outputs = ["--save-weights", "weights", "--plot", "curves.svg", "--save-pretrained", "model"];
-    let (output, steps) = interrupted(&place, &outputs);
+    let (output, steps) = interrupted(&place, &outputs, 1);
     let said = String::from_utf8(output.stdout).unwrap();
     let expected = format!(
         "stopped after step {steps} of 9223372036854775807: nothing is saved of it, as it had no --checkpoints\n"
@@ -394,7 +396,7 @@ fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
 
     let place = Place::new();
     let saved = ["--checkpoints", "run", "--save-every", "1000000"];
-    let (output, steps) = interrupted(&place, &saved);
+    let (output, steps) = interrupted(&place, &saved, 1);
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(said.ends_with(": its state is in `run`, from where --resume goes on\n"), "{said}");
     let left: Vec<_> =
@@ -409,6 +411,11 @@ fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
     assert!(place.train(&["--steps", &total, "--metrics", "whole"]).status.success());
     let losses = |name| place.metrics(name).0.iter().map(|step| step["loss"].clone()).collect::<Vec<_>>();
     assert_eq!(losses("metrics"), losses("whole"));
+
+    // Asked twice, it does not wait for the end of the step, and leaves nothing unfinished either.
+    let place = Place::new();
+    interrupted(&place, &["--save-weights", "weights"], 2);
+    assert_eq!(place.files(), ["metrics", "text"]);
 }
 
 #[test]
