@@ -56,6 +56,43 @@ fn every_replica_starts_as_one_process_does() {
 }
 
 #[test]
+fn each_parameter_starts_with_the_values_of_its_own_name() {
+    let normal = Init::Normal { mean: 0.5, std: 2.0 };
+    for ranks in [1, 3] {
+        on_ranks(ranks, |world| {
+            let dot = || Unit::new(Dot { w: Param::new(70).with_init(normal) });
+            let model = Dots { units: vec![dot(), dot()] };
+            let config = FsdpConfig { seed: 11, ..config(Strategy::default()) };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let all = weights(&model)?;
+            for (name, values) in &all {
+                let mut expected = [0.0; 70];
+                normal.fill(11, name, 0..70, &mut expected);
+                assert_eq!(*values, expected, "{name}");
+            }
+            // Parameters of one shape, and shards of one parameter, share no value.
+            let mut bits: Vec<u32> =
+                all.iter().flat_map(|(_, values)| values).map(|value| value.to_bits()).collect();
+            bits.sort_unstable();
+            bits.dedup();
+            assert_eq!(bits.len(), 2 * 70);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn another_seed_starts_with_other_values() {
+    let first = |seed| {
+        let model = Dots { units: vec![Unit::new(Dot { w: Param::new(40) })] };
+        let config = FsdpConfig { seed, ..FsdpConfig::default() };
+        weights(&model.fully_shard_with(&DeviceMesh::single(), &config).unwrap()).unwrap()
+    };
+    assert_eq!(first(1), first(1));
+    assert_ne!(first(1), first(2));
+}
+
+#[test]
 fn another_seed_on_every_rank_is_refused_with_the_seeds() {
     let error = launcher(4)
         .run(|world| -> fsdp::Result<()> {

@@ -49,6 +49,26 @@ fn gradients_are_means_over_all_ranks_whatever_the_sizes() {
 }
 
 #[test]
+fn sums_that_travel_in_sixteen_bits_are_rounded_once_among_inner_and_outer_ranks() {
+    // In bf16 256 + 1 is 256, and 256 + 3 is 260, the even one of two neighbours.
+    for (main_grads, small, sum) in [(Dtype::F32, 1.0, 514.0), (Dtype::BF16, 3.0, 520.0)] {
+        for strategy in Strategy::ALL {
+            on_ranks(4, |world| {
+                let mesh = world.mesh(&[("dp_outer", 2), ("dp_shard", 2)])?;
+                let precision = MixedPrecision { reduce: Dtype::BF16, main_grads, ..MixedPrecision::F32 };
+                let config = FsdpConfig { precision, scaling: GradientScaling::Sum, ..config(strategy) };
+                let model = dot(9).fully_shard_with(&mesh, &config)?;
+                let x = if world.rank() % 2 == 0 { 256.0 } else { small };
+                let loss: Tensor = model.forward(&vec![full(9, x)])?;
+                model.backward(&loss)?;
+                assert_eq!(gradients(&model)?, named(&[("units.0.w", &[sum; 9])]), "{strategy} {main_grads}");
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
 fn inner_collectives_come_every_microbatch_and_outer_ones_once_a_step() {
     for outer_strategy in [OuterStrategy::NoShard, OuterStrategy::Optim] {
         on_ranks(4, |world| {

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 use fsdp::prelude::*;
 
-use crate::fixtures::{Dot, Dots, config, full, gradients, named, on_ranks, weights};
+use crate::fixtures::{Dot, Dots, config, dot, full, gradients, named, on_ranks, weights};
 
 #[test]
 fn sixteen_bit_gradients_are_summed_in_f32() {
@@ -46,6 +46,73 @@ fn gradients_may_travel_in_sixteen_bits() {
             assert_eq!(weights(&model)?[0].1, [-516.0; 5]);
             Ok(())
         });
+    }
+}
+
+#[test]
+fn a_sum_that_travels_in_sixteen_bits_is_rounded_once() {
+    // 256 + 1 is no bf16 and 2048 + 1 no f16: rounded after each rank, the sums would stay 256 and 2048.
+    for (reduce, large) in [(Dtype::BF16, 256.0), (Dtype::F16, 2048.0)] {
+        for strategy in Strategy::ALL {
+            on_ranks(4, |world| {
+                let precision = MixedPrecision { reduce, ..MixedPrecision::F32 };
+                let config = FsdpConfig { precision, scaling: GradientScaling::Sum, ..config(strategy) };
+                let model = dot(7).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let x = if world.rank() == 0 { large } else { 1.0 };
+                let loss: Tensor = model.forward(&vec![full(7, x)])?;
+                model.backward(&loss)?;
+                assert_eq!(
+                    gradients(&model)?,
+                    named(&[("units.0.w", &[large + 3.0; 7])]),
+                    "{strategy} {reduce}"
+                );
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_sum_that_is_stored_in_bf16_rounds_to_the_nearest_and_ties_to_even() {
+    // Neighbours of bf16 are 2 apart from 256 on; 256 and 260 have the even mantissas.
+    for (ours, theirs, sum) in
+        [(256.0, 3.0, 260.0), (256.0, 1.0, 256.0), (256.0, 1.5, 258.0), (-256.0, -3.0, -260.0)]
+    {
+        for strategy in Strategy::ALL {
+            on_ranks(2, |world| {
+                let precision =
+                    MixedPrecision { reduce: Dtype::BF16, main_grads: Dtype::BF16, ..MixedPrecision::F32 };
+                let config = FsdpConfig { precision, scaling: GradientScaling::Sum, ..config(strategy) };
+                let model = dot(5).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let loss: Tensor = model.forward(&vec![full(5, [ours, theirs][world.rank()])])?;
+                model.backward(&loss)?;
+                assert_eq!(gradients(&model)?, named(&[("units.0.w", &[sum; 5])]), "{strategy}");
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_step_installs_the_main_weights_for_the_next_forward() {
+    for strategy in Strategy::ALL {
+        for (outer, inner) in [(1, 2), (2, 2)] {
+            on_ranks(outer * inner, |world| {
+                let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+                let config = FsdpConfig { precision: MixedPrecision::BF16, ..config(strategy) };
+                let model = Dots { units: vec![Dot::with(3, 1.0), Dot::with(40, 1.0)] };
+                let mut model = model.fully_shard_with(&mesh, &config)?;
+                let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+                for weight in [0.75, 0.5] {
+                    let loss: Tensor = model.forward(&vec![full(3, 0.25), full(40, 0.25)])?;
+                    model.backward(&loss)?;
+                    optimizer.step(&mut model)?;
+                    let loss: Tensor = model.evaluate(&vec![full(3, 4.0), full(40, 2.0)])?;
+                    assert_eq!(loss.to_scalar::<f32>()?, weight * (3.0 * 4.0 + 40.0 * 2.0), "{strategy}");
+                }
+                Ok(())
+            });
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! What becomes of whole weights between forward and backward, gathers asked for by hand, and microbatches that
 //! reduce nothing.
 
-use candle_core::Tensor;
+use candle_core::{DType, Device, Result, Tensor};
 use fsdp::engine::TrafficReport;
 use fsdp::memory::Category;
 use fsdp::prelude::*;
@@ -101,6 +101,81 @@ fn every_mode_trains_to_the_same_bits() {
                 assert!(rows.iter().all(|row| row == first.get_or_insert_with(|| row.clone())));
             }
         }
+    }
+}
+
+/// Its loss is `sum_i w_i² x_i`: the gradient is `2 w x`, and so depends on the weights that the backward has.
+#[derive(FsdpUnit)]
+struct Square {
+    w: Param,
+}
+
+impl Forward for Square {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        (self.w.tensor(scope)?.sqr()? * x)?.sum_all()
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Squares {
+    units: Vec<Unit<Square>>,
+}
+
+impl Squares {
+    /// Weights that are all different.
+    fn new(units: usize, mode: ReshardAfterForward) -> Squares {
+        let unit = || {
+            let w = Param::new(N).with_init(Init::Uniform { low: 1.0, high: 2.0 });
+            Unit::new(Square { w }).reshard_after_forward(mode)
+        };
+        Squares { units: (0..units).map(|_| unit()).collect() }
+    }
+}
+
+impl Forward for Squares {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+        for unit in &self.units {
+            loss = (loss + unit.forward(x, &(), scope)?)?;
+        }
+        Ok(loss)
+    }
+}
+
+#[test]
+fn a_backward_has_the_weights_that_neighbours_kept() {
+    use ReshardAfterForward::{Always, Never, Ranks};
+    for (mode, double_buffer) in
+        [(Always, true), (Never, true), (Ranks(2), true), (Ranks(2), false), (Ranks(4), false)]
+    {
+        on_ranks(4, |world| {
+            let config = FsdpConfig { double_buffer, ..config(Strategy::OptimGradsParams) };
+            let model = Squares::new(5, mode).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let loss: Tensor = model.forward(&full(N, 0.5))?;
+            model.backward(&loss)?;
+            assert_eq!(gradients(&model)?, weights(&model)?, "{mode:?}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn weights_that_differ_train_to_the_same_bits_in_every_mode() {
+    use ReshardAfterForward::{Always, Never, Ranks};
+    let mut first = None;
+    for mode in [Always, Never, Ranks(2)] {
+        let rows = on_ranks(4, |world| {
+            let config = FsdpConfig { double_buffer: false, ..config(Strategy::OptimGradsParams) };
+            let mut model = Squares::new(3, mode).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(AdamW::default().lr(0.1))?;
+            for _ in 0..3 {
+                let loss: Tensor = model.forward(&full(N, 1.0 + world.rank() as f32))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            weights(&model)
+        });
+        assert!(rows.iter().all(|row| row == first.get_or_insert_with(|| row.clone())), "{mode:?}");
     }
 }
 
