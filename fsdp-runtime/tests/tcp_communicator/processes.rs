@@ -68,7 +68,11 @@ fn processes_are_joined() {
 fn a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded() {
     let test = "a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded";
     if std::env::var("TCP_TEST").is_ok_and(|started| started == test) {
-        let ended = distributed(|world| Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop));
+        let ended = distributed(|world| -> fsdp_runtime::Result<()> {
+            // All are here before one of them goes.
+            world.communicator().host_barrier(tag("start"))?;
+            Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop)
+        });
         println!("{}", ended.unwrap_err());
         return;
     }

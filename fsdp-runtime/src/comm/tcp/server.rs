@@ -268,6 +268,9 @@ impl Hub {
         if size != self.size {
             return Ok(Err(format!("it is one of {size} ranks, rank 0 of {}", self.size)));
         }
+        if let Some((_, failure)) = self.world.failure() {
+            return Ok(Err(format!("the others have failed: {failure}")));
+        }
         let writer = stream.try_clone()?;
         let mut seats = self.seats.lock();
         match seats.get(rank) {
