@@ -220,7 +220,7 @@ fn changing_a_weight_is_refused_in_a_later_step_and_in_a_recomputation() {
                 // As a release build does: after the first step only samples are compared.
                 let config = FsdpConfig { poison: false, ..config(strategy) };
                 let make = |plan: &Plan| in_unit(plan, Recompute::Unit);
-                refused(make, "unit.w", "unit", (&config, 2), (2, 1), act);
+                refused(make, "unit.w", "unit", (&config, 2), (1, 1), act);
             }
         }
     });
