@@ -169,6 +169,7 @@ mod assert_fits;
 
 pub use fsdp_derive::FsdpUnit;
 pub use fsdp_runtime::comm::Accumulate;
+pub use fsdp_runtime::device::Slice;
 pub use fsdp_runtime::{
     Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
     MixedPrecision, NonFinite, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors,

@@ -131,7 +131,7 @@ seed        0
 written by  2 ranks, dp_shard=2, strategy optim-grads-params
 precision   {precision}
 alignment   element
-library     fsdp {version}, format 1
+library     fsdp {version}, format 2
 files       2, 1.38 KiB, 432 B to 980 B each
 
 value.member

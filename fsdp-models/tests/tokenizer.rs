@@ -126,9 +126,10 @@ fn a_gguf_tokenizer_is_saved_as_a_directory_that_gives_the_same_tokens() {
 /// vocabulary whole.
 #[test]
 fn what_a_gguf_file_leaves_out_is_as_in_llama_cpp() {
+    type Metadata = Vec<(&'static str, Value)>;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    let open = |pre: &str, change: &dyn Fn(&mut Vec<(&'static str, Value)>)| {
+    let open = |pre: &str, change: &dyn Fn(&mut Metadata)| {
         write_gguf(&path, |metadata| {
             metadata.retain(|(key, _)| *key != "tokenizer.ggml.add_bos_token");
             replace(metadata, "tokenizer.ggml.pre", Value::String(pre.into()));
@@ -136,9 +137,8 @@ fn what_a_gguf_file_leaves_out_is_as_in_llama_cpp() {
         });
         Tokenizer::open(&path)
     };
-    let prompt = |pre: &str, change: &dyn Fn(&mut Vec<(&'static str, Value)>)| {
-        open(pre, change).unwrap().encode_prompt("b").unwrap()
-    };
+    let prompt =
+        |pre: &str, change: &dyn Fn(&mut Metadata)| open(pre, change).unwrap().encode_prompt("b").unwrap();
     let b = open("gpt-2", &|_| {}).unwrap().token("b").unwrap();
     for (pre, begins) in
         [("llama-bpe", true), ("llama3", true), ("llama-v3", true), ("gpt-2", false), ("smollm", false)]

@@ -10,7 +10,7 @@
 macro_rules! programs {
     ($($name:ident,)*) => {
         mod pass {
-            $(#[allow(dead_code)] pub(super) mod $name;)*
+            $(#[allow(dead_code, clippy::all)] pub(super) mod $name;)*
         }
 
         $(#[test] fn $name() {
@@ -55,7 +55,7 @@ fn every_program_is_listed() {
 macro_rules! generated {
     ($($name:ident)*) => {
         $(#[deny(warnings)]
-        #[allow(dead_code, nonstandard_style, unused)]
+        #[allow(dead_code, nonstandard_style, unused, clippy::all)]
         mod $name {
             include!(concat!(env!("OUT_DIR"), "/", stringify!($name), ".rs"));
         })*

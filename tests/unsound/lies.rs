@@ -56,7 +56,8 @@ fn a_rule_that_exchanges_its_slices() {
 #[test]
 fn full_parameters_that_come_back_as_others() {
     let mut model = Dots::new(2, 5).fully_shard(&DeviceMesh::single()).unwrap();
-    let changes: [(&str, fn(&mut fsdp::engine::FullParam)); 4] = [
+    type Change = fn(&mut fsdp::engine::FullParam);
+    let changes: [(&str, Change); 4] = [
         ("was given 6 values for its shape [5]", |param| param.values.push(0.0)),
         ("was given 0 values for its shape [5]", |param| param.values.clear()),
         ("was given 0 times, expected once", |param| param.spec.name = "units.1.w".into()),
@@ -66,8 +67,11 @@ fn full_parameters_that_come_back_as_others() {
         }),
     ];
     for (expected, change) in changes {
-        let error =
-            model.with_full_params("units.0", |params| Ok(change(&mut params[0]))).unwrap_err().to_string();
+        let changed = model.with_full_params("units.0", |params| {
+            change(&mut params[0]);
+            Ok(())
+        });
+        let error = changed.unwrap_err().to_string();
         assert!(error.contains("`units.0.w`") && error.contains(expected), "{error}");
         assert_eq!(weights(&model).unwrap(), [[1.0; 5]; 2]);
     }

@@ -50,10 +50,12 @@ pub struct Caller {
     back: RefCell<Option<Back>>,
 }
 
+type Call = Box<dyn Fn(&Fsdp<Caller>)>;
+
 /// The model around it, and what to do with it.
 struct Back {
     model: Weak<Fsdp<Caller>>,
-    call: Box<dyn Fn(&Fsdp<Caller>)>,
+    call: Call,
 }
 
 impl Forward for Caller {

@@ -248,7 +248,11 @@ fn a_closure_of_load_weights_that_panics() {
 fn an_evaluation_of_averages_that_panics() {
     let mut model = Dots::new(2, 5).fully_shard(&DeviceMesh::single()).unwrap();
     let mut average = model.ema(0.5).unwrap();
-    model.load_weights(|_, _, values| Ok(values.fill(3.0))).unwrap();
+    let threes = |values: &mut [f32]| {
+        values.fill(3.0);
+        Ok(())
+    };
+    model.load_weights(|_, _, values| threes(values)).unwrap();
     let mut evaluate = || {
         model.with_ema(&mut average, |model| {
             assert_eq!(weights(model)?, [[1.0; 5]; 2]);

@@ -89,7 +89,7 @@ fn files_of_tensors_that_cannot_be_counted() {
     for shape in SHAPES {
         let path = dir.path().join("w.safetensors");
         let tensors = [("small", &[4][..]), ("large", shape)];
-        let error = TensorFileWriter::create(&path, tensors, StoredDtype::F32).err().expect("it is refused");
+        let error = TensorFileWriter::create(&path, tensors, StoredDtype::F32).expect_err("it is refused");
         let expected = format!("tensor `large` of shape {shape:?} makes it longer than can be counted");
         assert!(error.to_string().contains(&expected), "{error}");
         assert!(!path.exists());

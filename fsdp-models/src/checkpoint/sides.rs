@@ -16,6 +16,7 @@ use crate::trainer::quantity;
 
 /// One of two that are compared.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a program has two of them")]
 pub enum Side {
     /// A checkpoint.
     Checkpoint(Checkpoint),

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 use fsdp::spec::Dtype;
-use fsdp::{Accumulate, GradSink};
+use fsdp::{Accumulate, GradSink, Slice};
 
 use super::memory::{Buffer, Out, View};
 

@@ -49,6 +49,9 @@ enum Seat {
     Left,
 }
 
+/// A rank that has its seat, and its communicator.
+type Seated = (Arc<Client>, Arc<dyn Communicator>);
+
 struct Client {
     rank: usize,
     /// Where it comes from.
@@ -241,7 +244,7 @@ impl Hub {
     }
 
     /// Gives a rank its seat.
-    fn admit(&self, stream: &mut TcpStream) -> Result<(Arc<Client>, Arc<dyn Communicator>), Error> {
+    fn admit(&self, stream: &mut TcpStream) -> Result<Seated, Error> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         let address = stream.peer_addr()?;
@@ -264,7 +267,7 @@ impl Hub {
         Hello { rank, size }: Hello,
         address: SocketAddr,
         stream: &TcpStream,
-    ) -> Result<Result<(Arc<Client>, Arc<dyn Communicator>), String>, Error> {
+    ) -> Result<Result<Seated, String>, Error> {
         if size != self.size {
             return Ok(Err(format!("it is one of {size} ranks, rank 0 of {}", self.size)));
         }

@@ -87,12 +87,12 @@ impl Variable {
 
     /// Puts `storage` under every handle and returns what was there, or `storage` itself if a guard of what is there is alive
     /// after `wait`.
-    fn swap(&self, storage: Storage, wait: Duration) -> Result<Storage, Storage> {
+    fn swap(&self, storage: Storage, wait: Duration) -> Result<Storage, Box<Storage>> {
         // SAFETY: `tensor` holds what the lock is in.
         let lock = unsafe { self.lock.as_ref() };
         match lock.try_write_for(wait) {
             Some(mut present) => Ok(std::mem::replace(&mut *present, storage)),
-            None => Err(storage),
+            None => Err(Box::new(storage)),
         }
     }
 }
@@ -220,7 +220,7 @@ impl Aliases {
                 Ok(())
             }
             Err(lent) => {
-                take_back(lent, &slice);
+                take_back(*lent, &slice);
                 Err(Fault::Guarded)
             }
         }
@@ -249,7 +249,7 @@ impl Aliases {
                 }
                 Err(tombstone) => {
                     faults.push((param, Fault::Guarded));
-                    self.installed.push(Installed { param, variable, slice, tombstone, digest });
+                    self.installed.push(Installed { param, variable, slice, tombstone: *tombstone, digest });
                     // The rank waits once.
                     wait = Duration::ZERO;
                 }
@@ -303,7 +303,7 @@ mod tests {
                 &crate::device::HostMemory,
                 Dtype::F32,
                 values.len(),
-                &[0..values.len()],
+                std::slice::from_ref(&(0..values.len())),
                 None,
             );
             let slice = slice.unwrap();
@@ -369,7 +369,8 @@ mod tests {
 
     #[test]
     fn what_a_safe_op_does_to_the_memory_is_found_and_harmless() {
-        let ops: [(fn(&mut Vec<f32>), Fault); 5] = [
+        type Op = fn(&mut Vec<f32>);
+        let ops: [(Op, Fault); 5] = [
             (|vec| vec.push(1.0), Fault::Replaced),
             (|vec| vec.extend(vec![1.0; 1000]), Fault::Replaced),
             (|vec| drop(std::mem::take(vec)), Fault::Replaced),
