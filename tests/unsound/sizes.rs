@@ -49,7 +49,7 @@ fn parameters_larger_than_any_memory() {
     apart("sizes::parameters_larger_than_any_memory", || {
         for (count, len) in [(1, 1usize << 58), (3, 1 << 59)] {
             let error = Dots::new(count, len).fully_shard(&DeviceMesh::single()).unwrap_err().to_string();
-            let expected = format!("host: {} bytes cannot be allocated, for model_weights", 4 * len);
+            let expected = format!("host: {len} elements of f32 cannot be allocated, for model_weights");
             assert!(error.contains(&expected), "{error}");
         }
     });
