@@ -170,3 +170,74 @@ fn a_module_can_ask_whether_it_is_recomputed() {
         });
     }
 }
+
+/// `w * x * count`, and it counts: `count` is a buffer of the root, which it holds a handle of.
+#[derive(FsdpUnit)]
+struct Follower {
+    w: Param,
+    #[fsdp(skip)]
+    count: Tensor,
+    #[fsdp(skip)]
+    counts: bool,
+}
+
+#[derive(FsdpUnit)]
+struct Leader {
+    #[fsdp(buffer)]
+    count: Tensor,
+    follower: Unit<Follower>,
+}
+
+impl Leader {
+    /// Who counts its forwards: the unit or the root.
+    fn new(unit_counts: bool, recompute: Recompute) -> Leader {
+        let count = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
+        let w = Param::new(3).with_init(Init::Constant(0.5));
+        let follower = Follower { w, count: count.clone(), counts: unit_counts };
+        Leader { count, follower: Unit::new(follower).recompute(recompute) }
+    }
+}
+
+fn count_one(count: &Tensor) -> Result<()> {
+    count.slice_set(&(count + 1.0)?, 0, 0)
+}
+
+impl Forward for Follower {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        if self.counts {
+            count_one(&self.count)?;
+        }
+        (x * self.w.tensor(scope)?)?.broadcast_mul(&self.count.copy()?)?.sum_all()
+    }
+}
+
+impl Forward for Leader {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        if !self.follower.counts {
+            count_one(&self.count)?;
+        }
+        self.follower.forward(x, &(), scope)
+    }
+}
+
+#[test]
+fn buffers_of_other_modules_are_as_they_were_in_a_recomputation() {
+    for recompute in [Recompute::None, Recompute::Unit] {
+        for unit_counts in [false, true] {
+            on_ranks(2, |world| {
+                let model = Leader::new(unit_counts, recompute);
+                let count = model.count.clone();
+                let model = model
+                    .fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::OptimGradsParams))?;
+                let losses = [model.forward(&full(3, 1.0))?, model.forward(&full(3, 1.0))?];
+                for loss in &losses {
+                    model.backward(loss)?;
+                }
+                // One forward with a count of 1, one with 2.
+                assert_eq!(gradients(&model)?[0].1, [3.0; 3], "{recompute:?} {unit_counts}");
+                assert_eq!(count.to_vec1::<f32>()?, [2.0], "{recompute:?} {unit_counts}");
+                Ok(())
+            });
+        }
+    }
+}

@@ -154,6 +154,9 @@ fn what_needs_gradients_that_stay_is_refused() {
         let mut optimizer = plain.optimizer(Sgd::default())?;
         let error = optimizer.backward_and_step(&mut plain, &loss).unwrap_err().to_string();
         assert!(error.contains("step_in_backward: true"), "{error}");
+        let skips = FsdpConfig { non_finite: NonFinite::SkipStep, ..config.clone() };
+        let error = dot(5).fully_shard_with(&mesh, &skips).unwrap_err().to_string();
+        assert!(error.contains("cannot be used with `NonFinite::SkipStep`"), "{error}");
         for strategy in [Strategy::NoShard, Strategy::Optim] {
             let error =
                 dot(5).fully_shard_with(&mesh, &FsdpConfig { strategy, ..config.clone() }).unwrap_err();

@@ -139,7 +139,7 @@ impl Slice {
     }
 
     /// A new buffer of `len` zeros in `memory`. In memory of the host it is in pieces that begin where `parts` begin, ranges of
-    /// elements in order that do not overlap: the memory of each can be [lent](Slice::lend).
+    /// elements in order that do not overlap: the memory of each can be lent to a tensor.
     ///
     /// # Errors
     /// As for [`Slice::zeros_in`].

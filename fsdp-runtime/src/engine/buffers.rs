@@ -1,9 +1,12 @@
 //! Buffers, the tensors of a model that are kept but not trained: all ranks start with those of rank 0, and a forward that
 //! is run again leaves them alone.
 
+use std::sync::Arc;
+
 use bytemuck::Pod;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Storage, Tensor};
 
+use super::core::Engine;
 use super::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
 use super::param::Param;
 use super::unit::UnitCell;
@@ -108,8 +111,9 @@ fn assign(tensor: &Tensor, values: &Tensor) -> candle_core::Result<()> {
     }
 }
 
-/// What buffers have held at some time.
-pub(crate) struct BufferValues(Vec<(Tensor, Values)>);
+/// What the buffers of a model have held at some time.
+#[derive(Clone, Default)]
+pub(crate) struct BufferValues(Vec<(Tensor, Arc<Values>)>);
 
 enum Values {
     Host(Vec<u8>),
@@ -117,31 +121,23 @@ enum Values {
 }
 
 impl BufferValues {
-    /// What they hold now.
+    /// What they hold now; what has not changed since `earlier` is shared with it. On a device, where the host would have
+    /// to wait for an answer, nothing is.
     ///
     /// # Errors
     /// If a buffer is of a dtype that has no whole bytes, and those of candle.
-    pub(crate) fn of(buffers: &[Tensor]) -> candle_core::Result<Self> {
-        let values = |tensor: &Tensor| {
+    fn of(buffers: &[Tensor], earlier: &BufferValues) -> candle_core::Result<Self> {
+        let values = |(index, tensor): (usize, &Tensor)| {
+            if let Some((_, known)) = earlier.0.get(index)
+                && !differs(tensor, known)?
+            {
+                return Ok((tensor.clone(), known.clone()));
+            }
             let on_host = tensor.device().is_cpu();
             let values = if on_host { Values::Host(read(tensor)?) } else { Values::Device(tensor.copy()?) };
-            Ok((tensor.clone(), values))
+            Ok((tensor.clone(), Arc::new(values)))
         };
-        Ok(BufferValues(buffers.iter().map(values).collect::<candle_core::Result<_>>()?))
-    }
-
-    /// Those alone that hold something else now; on a device, where the host would have to wait for an answer, all.
-    ///
-    /// # Errors
-    /// Those of candle.
-    pub(crate) fn of_changed(mut self) -> candle_core::Result<Self> {
-        let mut changed = Vec::new();
-        for (tensor, values) in self.0.drain(..) {
-            if differs(&tensor, &values)? {
-                changed.push((tensor, values));
-            }
-        }
-        Ok(BufferValues(changed))
+        Ok(BufferValues(buffers.iter().enumerate().map(values).collect::<candle_core::Result<_>>()?))
     }
 
     /// Gives them back, in place, to the buffers that hold something else.
@@ -152,7 +148,7 @@ impl BufferValues {
         for (tensor, values) in &self.0 {
             // What is the same already may be in use by others.
             if differs(tensor, values)? {
-                match values {
+                match &**values {
                     Values::Host(bytes) => overwrite_buffer(tensor, bytes.clone())?,
                     Values::Device(values) => assign(tensor, values)?,
                 }
@@ -164,8 +160,21 @@ impl BufferValues {
 
 fn differs(tensor: &Tensor, values: &Values) -> candle_core::Result<bool> {
     match values {
-        Values::Host(bytes) => Ok(read(tensor)? != *bytes),
+        Values::Host(bytes) => Ok(!holds(tensor, bytes)?),
         Values::Device(_) => Ok(true),
+    }
+}
+
+impl Engine {
+    /// What all buffers of the model hold now: a forward that is run again must find them so, wherever in the model they
+    /// are.
+    ///
+    /// # Errors
+    /// As for [`read_buffer`].
+    pub(crate) fn buffer_values(&self) -> candle_core::Result<BufferValues> {
+        let mut seen = self.seen_buffers.lock();
+        *seen = BufferValues::of(&self.buffers, &seen)?;
+        Ok(seen.clone())
     }
 }
 
@@ -193,6 +202,23 @@ fn indices(layout: &Layout) -> Vec<usize> {
     dims.fold(vec![layout.start_offset()], |starts, (&size, &stride)| {
         starts.into_iter().flat_map(|start| (0..size).map(move |index| start + index * stride)).collect()
     })
+}
+
+/// Whether a tensor of the host has these elements, as [`read`] gives them.
+fn holds(tensor: &Tensor, bytes: &[u8]) -> candle_core::Result<bool> {
+    fn are<T: Pod>(values: &[T], range: (usize, usize), bytes: &[u8]) -> bool {
+        bytemuck::cast_slice::<T, u8>(&values[range.0..range.1]) == bytes
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    match (&*storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(storage), Some(range)) => {
+            Ok(with_values!(storage, values => are(values, range, bytes)))
+        }
+        _ => {
+            drop(storage);
+            Ok(read(tensor)? == bytes)
+        }
+    }
 }
 
 /// The elements in row-major order, whatever the strides.

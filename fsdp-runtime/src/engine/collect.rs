@@ -32,8 +32,8 @@ pub(crate) struct Collected<'a> {
     pub specs: Vec<ParamSpec>,
     /// Initial value of each physical parameter: that of its first use.
     pub inits: Vec<Init>,
-    /// By unit: the buffers in it and in the units in it. The root, which is never run again, has none here.
-    pub buffers: Vec<Vec<Tensor>>,
+    /// All buffers, in declaration order.
+    pub buffers: Vec<Tensor>,
     /// Paths of enums, and the variants they are.
     pub variants: Vec<(String, &'static str)>,
 }
@@ -52,8 +52,7 @@ struct Collector<'a> {
     cells: Vec<&'a UnitCell>,
     open: Vec<usize>,
     found: Vec<Found<'a>>,
-    buffers: Vec<String>,
-    buffers_of_units: Vec<Vec<Tensor>>,
+    buffers: Vec<(String, Tensor)>,
     variants: Vec<(String, &'static str)>,
 }
 
@@ -74,7 +73,6 @@ impl<'a> Visitor<'a> for Collector<'a> {
     fn enter_unit(&mut self, path: &str, cell: &'a UnitCell) {
         let unit = UnitSpec { enclosing: self.open.last().copied(), ..UnitSpec::new(path) };
         self.open.push(self.units.len());
-        self.buffers_of_units.push(Vec::new());
         self.units.push(unit);
         self.cells.push(cell);
     }
@@ -84,10 +82,7 @@ impl<'a> Visitor<'a> for Collector<'a> {
     }
 
     fn buffer(&mut self, name: &str, tensor: &'a Tensor) {
-        self.buffers.push(name.into());
-        for &unit in &self.open {
-            self.buffers_of_units[unit].push(tensor.clone());
-        }
+        self.buffers.push((name.into(), tensor.clone()));
     }
 
     fn variant(&mut self, path: &str, name: &'static str) {
@@ -173,11 +168,10 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         open: Vec::new(),
         found: Vec::new(),
         buffers: Vec::new(),
-        buffers_of_units: vec![Vec::new()],
         variants: Vec::new(),
     };
     model.walk(&mut Walker::new(&mut collector));
-    let Collector { units, cells, found, buffers, buffers_of_units, variants, .. } = collector;
+    let Collector { units, cells, found, buffers, variants, .. } = collector;
     for (index, cell) in cells.iter().enumerate() {
         if let Some(first) = cells[..index].iter().position(|other| std::ptr::eq(*other, *cell)) {
             return Err(Error::Usage(format!(
@@ -193,7 +187,7 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         names.param(&item.name)?;
         item.check()?;
     }
-    for name in &buffers {
+    for (name, _) in &buffers {
         names.buffer(name)?;
     }
     for (item, fused) in found.iter().filter_map(|item| Some((item, item.fused.as_ref()?))) {
@@ -283,7 +277,8 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
         param: item.param,
         slot,
     });
-    Ok(Collected { units, cells, uses: uses.collect(), specs, inits, buffers: buffers_of_units, variants })
+    let buffers = buffers.into_iter().map(|(_, tensor)| tensor).collect();
+    Ok(Collected { units, cells, uses: uses.collect(), specs, inits, buffers, variants })
 }
 
 /// Every parameter of `model`, one entry a name.

@@ -92,7 +92,7 @@ pub struct FsdpConfig {
     /// Seed of the initial weights.
     pub seed: u64,
     /// Check every unit's output and name the first unit that produces a NaN or an infinity; and the gradients of every
-    /// step, which is what [`FsdpConfig::non_finite`] then says of them.
+    /// step that is not inside the backward, which is what [`FsdpConfig::non_finite`] then says of them.
     pub check_finite: bool,
     /// What is done with gradients that are infinite or NaN.
     pub non_finite: NonFinite,

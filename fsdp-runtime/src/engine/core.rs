@@ -9,6 +9,7 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use super::backward_step::UnitStep;
+use super::buffers::BufferValues;
 use super::config::{FsdpConfig, NonFinite};
 use super::intact::Spoilt;
 use super::opened::DETACHED;
@@ -153,6 +154,10 @@ impl State {
 /// What a rank knows of its sharded model and what never changes.
 pub(crate) struct Parts {
     pub id: usize,
+    /// The model's buffers, in declaration order.
+    pub buffers: Vec<Tensor>,
+    /// What they held when a recomputed forward last began: forwards share what does not change between them.
+    pub seen_buffers: Mutex<BufferValues>,
     /// The type of the model, for messages.
     pub name: String,
     pub config: FsdpConfig,

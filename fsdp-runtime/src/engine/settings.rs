@@ -2,7 +2,7 @@
 
 use super::backward_step::check_strategy;
 use super::collect::Collected;
-use super::config::{FsdpConfig, GradientScaling};
+use super::config::{FsdpConfig, GradientScaling, NonFinite};
 use super::unit::UnitCell;
 use crate::comm::DeviceMesh;
 use crate::error::{Error, Result};
@@ -80,6 +80,9 @@ pub(crate) fn check_step_in_backward(config: &FsdpConfig, mesh: &Topology) -> Re
     let message = if mesh.size(MeshDim::DpOuter) > 1 {
         "`step_in_backward` steps a unit when its gradients are reduced among the ranks that share its shards: it \
          cannot be used with more than one rank of `dp_outer`, whose reduction comes later"
+    } else if config.non_finite == NonFinite::SkipStep {
+        "`step_in_backward` steps a unit before the gradients of all are known: it cannot be used with \
+         `NonFinite::SkipStep`, which skips the step of all"
     } else if config.scaling == GradientScaling::PerToken {
         "`step_in_backward` steps a unit before the tokens of the step are counted: it cannot be used with \
          `GradientScaling::PerToken`"

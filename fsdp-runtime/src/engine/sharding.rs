@@ -135,6 +135,8 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         name: name.into(),
         config: config.clone(),
         mesh: mesh.topology().clone(),
+        buffers: collected.buffers.clone(),
+        seen_buffers: Default::default(),
         groups: layout.buckets.iter().map(allocate).collect::<Result<_, _>>()?,
         units: units(&layout),
         reshard: reshard_modes(&collected.cells, config),
@@ -158,7 +160,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     }
     let engine = Engine::new(parts, gather, reduce);
     for (index, cell) in collected.cells.iter().enumerate() {
-        if !cell.bind(&engine, index + 1, &collected.buffers[index + 1])? {
+        if !cell.bind(&engine, index + 1)? {
             let unit = engine.unit_name(index + 1).to_string();
             return Err(Error::Usage(format!("unit `{unit}` is part of a sharded model already")));
         }

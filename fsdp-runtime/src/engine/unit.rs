@@ -39,8 +39,6 @@ struct BoundUnit {
     engine: Arc<Engine>,
     unit: usize,
     recompute: Recompute,
-    /// What a recomputation must leave as it is: the buffers in the unit.
-    buffers: Arc<[Tensor]>,
     /// Makes the boundary op part of the graph even if the unit's input carries no gradient.
     anchor: Tensor,
 }
@@ -66,11 +64,10 @@ impl UnitCell {
     ///
     /// # Errors
     /// Those of the device.
-    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize, buffers: &[Tensor]) -> Result<bool> {
+    pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: usize) -> Result<bool> {
         let anchor = Var::zeros(1, DType::F32, engine.backend.tensors())?.into_inner();
         let recompute = self.recompute.unwrap_or(engine.config.recompute);
-        let (engine, buffers) = (engine.clone(), buffers.into());
-        Ok(self.bound.set(BoundUnit { engine, unit, recompute, buffers, anchor }).is_ok())
+        Ok(self.bound.set(BoundUnit { engine: engine.clone(), unit, recompute, anchor }).is_ok())
     }
 }
 
@@ -202,7 +199,6 @@ impl<T> Unit<T> {
             training: outer.training,
             recomputing: outer.recomputing,
             random: outer.next_random(),
-            buffers: bound.buffers.clone(),
             _boundary: std::marker::PhantomData::<fn(I) -> O>,
         };
         let guard =
@@ -226,12 +222,12 @@ impl<T> Unit<T> {
                 (Saved::Graph(inner), value)
             }
             Recompute::Unit => {
-                let buffers = BufferValues::of(&run.buffers)?;
+                let buffers = run.engine.buffer_values()?;
                 let (output, _) =
                     run.forward(&guard, &I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
                 let (output, output_shapes) = output.pack()?;
                 let value = copy_out(&output)?;
-                let (shape, buffers) = (output.shape().clone(), buffers.of_changed()?);
+                let shape = output.shape().clone();
                 (Saved::Inputs { input_shapes: shapes, output_shapes, shape, buffers }, value)
             }
         };
@@ -290,7 +286,6 @@ struct Run<T, C, I, O> {
     training: bool,
     recomputing: bool,
     random: RandomKey,
-    buffers: Arc<[Tensor]>,
     _boundary: std::marker::PhantomData<fn(I) -> O>,
 }
 
@@ -309,7 +304,7 @@ enum Saved {
         input_shapes: Vec<Shape>,
         output_shapes: Vec<Shape>,
         shape: Shape,
-        /// What those buffers held before the forward that it has changed.
+        /// What the model's buffers held before the forward.
         buffers: BufferValues,
     },
 }
@@ -366,8 +361,7 @@ where
         Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
     }
 
-    /// Runs the module again, on what it had the first time: the `buffers` that it has changed as they were before. What
-    /// it writes to buffers this time is dropped.
+    /// Runs the module again, on what it had the first time: the `buffers` as they were before. What it writes to buffers this time is dropped.
     fn recompute(
         &mut self,
         whole: &UnitGuard,
@@ -375,7 +369,7 @@ where
         shapes: &[Shape],
         buffers: &BufferValues,
     ) -> Result<Graph> {
-        let present = BufferValues::of(&self.buffers)?;
+        let present = self.engine.buffer_values()?;
         buffers.restore()?;
         self.recomputing = true;
         let graph = self.graph(whole, packed, shapes, "recompute");

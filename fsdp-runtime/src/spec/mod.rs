@@ -237,7 +237,8 @@ pub struct MixedPrecision {
     /// Dtype of the model weights, on the wire and in compute, where neither the parameter nor an attribute
     /// says otherwise.
     pub param: Dtype,
-    /// Dtype in which unreduced gradients are held and travel. Sums are formed in FP32 whatever it is.
+    /// Dtype in which unreduced gradients are held and travel. Ranks' sums are formed in FP32 whatever it is. What a rank
+    /// holds back, under `no_sync` or of a unit that runs several times in one backward, it adds up in this dtype.
     pub reduce: Dtype,
     /// Keep FP32 main weights of 16-bit parameters, which the optimizer updates. Without them it updates the 16-bit
     /// weights: each step is rounded, which saves 4 bytes a parameter and loses small steps.
