@@ -69,14 +69,13 @@ text("a later microbatch overwrites the earlier ones", GRADS,
 without("gradients of the last step are kept", GRADS,
         "(unit.accumulated, unit.synced, unit.outer_synced) = (false, false, false);")
 text("outer ranks do not reduce", GRADS,
-     "{ self.reduce_outer(groups, unit, moment) } else { Ok(()) }",
-     "{ if FAULT { Ok(()) } else { self.reduce_outer(groups, unit, moment) } } else { Ok(()) }")
+     "let Some(Outer { comm, stream, strategy }) = &self.options.outer else",
+     "let Some(Outer { comm, stream, strategy }) = self.options.outer.as_ref().filter(|_| !FAULT) else")
 value("outer ranks reduce in every microbatch", GRADS, "sync == Sync::Step", "true",
       after="self.reduce_whole(groups, unit, moment)?;\n        }\n        if ")
-value("gradients are summed, not averaged", "engine/sharding.rs",
-      "(1.0 / parts.comm.size() as f64) as f32", "1.0")
+value("gradients are summed, not averaged", "engine/controls.rs", "(1.0 / ranks as f64) as f32", "1.0")
 text("gradients are averaged over the inner ranks only", "engine/sharding.rs",
-     "GradientScaling::Mean =>", "GradientScaling::Mean if FAULT => (1.0 / parts.shard_comm.size() as f64) as f32,\n                GradientScaling::Mean =>")
+     ".factor(parts.comm.size())", ".factor(if FAULT { parts.shard_comm.size() } else { parts.comm.size() })")
 value("a parameter without gradient keeps what its bucket held", "engine/gradients.rs",
       "fill(&*self.streams.compute, &slice, Fill::Zero)", "{ let _ = slice; Ok(()) }")
 value("a second gradient of a parameter replaces the first", "engine/sink.rs", "open.written", "false", after="let add = ")
@@ -193,9 +192,7 @@ text("inputs are not cast", "engine/core.rs", "if precision.cast_inputs {", "if 
 # Ties, frozen parameters, buffers ---------------------------------------------------------------------------------------
 
 tried_first("tied", "frozen_and_unused", "declarations", "faults_start", "param_groups")
-text("a tie's other places give no gradient", "engine/gradients.rs",
-     "for variable in &self.slots[param].variables {",
-     "for variable in self.slots[param].variables.iter().take(if FAULT { 1 } else { usize::MAX }) {")
+without("a parameter that a unit borrows gets no gradient", "engine/gradients.rs", "self.deliver(bound.slot, &grad)?;")
 without("a tie across units stays in the first", "engine/collect.rs", "spec.key.unit = 0;")
 value("frozen parameters are trained", "engine/collect.rs", "!self.attrs.frozen.unwrap_or(false)", "true")
 value("what is marked no_decay decays", "engine/collect.rs", "item.attrs.no_decay.unwrap_or(false)", "false")
