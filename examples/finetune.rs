@@ -243,6 +243,7 @@ fn run(options: Options) -> Result<ExitCode> {
 
     // All that can be wrong is found before a rank is started: the model's files, the text, the options.
     let pretrained = Pretrained::open(&model)?;
+    pretrained.refuse_misfit()?;
     let tokenizer = match tokenizer {
         Some(path) => Tokenizer::open(&path)?,
         None => Tokenizer::open(&model).map_err(|error| {

@@ -72,6 +72,7 @@ fn main() -> Result<()> {
     paths.write_file("--report", options.report.as_deref());
     paths.check()?;
     let pretrained = Pretrained::open(&options.model)?;
+    pretrained.refuse_misfit()?;
     let tokenizer = Tokenizer::open(&options.model)?;
     let text = files::read_to_string(&options.text, u64::MAX)?;
     let ids = tokenizer.encode(&text)?;

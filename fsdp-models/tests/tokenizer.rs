@@ -226,6 +226,11 @@ fn what_a_file_says_of_truncation_and_padding_cuts_no_text_short_and_is_saved_wi
         assert_eq!((&json["truncation"], &json["padding"]), (&truncation, &padding));
         assert_eq!(Tokenizer::open(saved.path()).unwrap().encode(&text).unwrap().len(), text.len());
     }
+    // What could not be saved again is refused at once.
+    let stride = json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 9});
+    write_json(dir.path(), |json| json["truncation"] = stride.clone());
+    let error = Tokenizer::open(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("its truncation cannot be: ") && error.contains("stride set to 9"), "{error}");
 }
 
 #[test]

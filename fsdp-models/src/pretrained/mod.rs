@@ -135,6 +135,19 @@ impl Pretrained {
         Ok(self.weights.compare(&params_of(&self.config)?, self.ties()))
     }
 
+    /// Refuses weights that are not those of the model that the configuration describes, before any memory is taken for it.
+    ///
+    /// # Errors
+    /// If [`Pretrained::check`] finds a difference; names all.
+    pub fn refuse_misfit(&self) -> crate::Result<()> {
+        let mismatch = self.check()?;
+        if mismatch.is_empty() {
+            return Ok(());
+        }
+        let path = self.weights.path().to_path_buf();
+        Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into())
+    }
+
     /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file that says the
     /// same is passed over, or read if there is no embedding. Every rank must call it.
     ///
@@ -181,11 +194,7 @@ impl Llama {
         config: &FsdpConfig,
     ) -> crate::Result<Fsdp<Llama>> {
         let pretrained = Pretrained::open(path)?;
-        let mismatch = pretrained.check()?;
-        if !mismatch.is_empty() {
-            let path = pretrained.weights.path().to_path_buf();
-            return Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into());
-        }
+        pretrained.refuse_misfit()?;
         let mut model = pretrained.model()?.fully_shard_with(mesh, config)?;
         let report = pretrained.load(&mut model, Strictness::Strict)?;
         if report.has_remarks() && model.rank() == 0 {

@@ -203,7 +203,13 @@ fn build(file: &Path) -> crate::Result<tokenizers::Tokenizer> {
     if let Ok(json) = serde_json::from_slice(&bytes) {
         growth::check(&json).map_err(invalid)?;
     }
-    let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string()));
+    let inner = guarded(|| {
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| error.to_string())?;
+        // What cannot be set could not be saved again.
+        let truncation = inner.get_truncation().cloned();
+        inner.with_truncation(truncation).map_err(|error| format!("its truncation cannot be: {error}"))?;
+        Ok(inner)
+    });
     Ok(inner.map_err(invalid)?)
 }
 

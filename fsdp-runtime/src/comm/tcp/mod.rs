@@ -82,9 +82,8 @@ impl TcpComm {
         let timeout = options.timeout;
         let invalid = |message: String| CommError::Invalid { rank: place.rank, message };
         // A name that is not known yet may come to be: a rank asks again.
-        let is_local =
-            resolve(place).is_ok_and(|addresses| addresses.iter().all(|address| address.ip().is_loopback()));
-        let secret = Secret::from_env(is_local).map_err(invalid)?;
+        let listen_at = std::env::var(LISTEN).ok();
+        let secret = Secret::from_env(is_local(place, listen_at.as_deref())).map_err(invalid)?;
         let server =
             if place.rank == 0 { Some(listen(place, options, &secret).map_err(invalid)?) } else { None };
         let membership = Arc::new(Membership::join(place, timeout, &secret, server)?);
@@ -158,6 +157,12 @@ impl TcpComm {
 
 /// The variable that holds the address on which rank 0 listens, where that is not `MASTER_ADDR`.
 const LISTEN: &str = "FSDP_LISTEN";
+
+/// Whether rank 0 can be reached from its own machine only: at its address, and where it listens instead.
+fn is_local(place: &Place, listen_at: Option<&str>) -> bool {
+    listen_at.is_none_or(|address| address.parse().is_ok_and(|address: IpAddr| address.is_loopback()))
+        && resolve(place).is_ok_and(|addresses| addresses.iter().all(|address| address.ip().is_loopback()))
+}
 
 /// The addresses at which rank 0 is to be reached.
 fn resolve(place: &Place) -> std::io::Result<Vec<SocketAddr>> {
@@ -321,5 +326,23 @@ unsafe impl Communicator for TcpComm {
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {
         self.0.traffic.counters()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_listens_for_other_machines_is_not_local_whatever_its_address() {
+        let at = |host: &str, listen_at| {
+            let place = Place { rank: 0, size: 2, address: (host.to_owned(), 29500), local_rank: 0 };
+            is_local(&place, listen_at)
+        };
+        assert!(at("127.0.0.1", None) && at("127.0.0.1", Some("127.0.0.2")) && at("::1", Some("::1")));
+        for listen_at in ["0.0.0.0", "::", "192.0.2.2", "nothing"] {
+            assert!(!at("127.0.0.1", Some(listen_at)), "{listen_at}");
+        }
+        assert!(!at("192.0.2.1", None) && !at("192.0.2.1", Some("127.0.0.1")));
     }
 }

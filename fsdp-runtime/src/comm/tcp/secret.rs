@@ -48,7 +48,7 @@ impl Secret {
 
     fn from_variables(variable: impl Fn(&str) -> Option<String>, is_local: bool) -> Result<Secret, String> {
         let of = |text: &str, source| Secret { key: Sha256::digest(text.as_bytes()).into(), source };
-        if let Some(token) = variable(TOKEN).filter(|token| !token.is_empty()) {
+        if let Some(token) = variable(TOKEN).filter(|token| !token.trim().is_empty()) {
             return Ok(of(&format!("token {token}"), Source::Token));
         }
         // Without a name of its own `torchrun` calls every job `none`.
@@ -170,7 +170,7 @@ mod tests {
 
     #[test]
     fn ranks_on_several_machines_need_one() {
-        let none: [&[(&str, &str)]; 3] = [&[], &[("TORCHELASTIC_RUN_ID", "none")], &[(TOKEN, "")]];
+        let none: [&[(&str, &str)]; 3] = [&[], &[("TORCHELASTIC_RUN_ID", "none")], &[(TOKEN, " ")]];
         for variables in none {
             let message = secret(variables, false).err().unwrap();
             assert!(
