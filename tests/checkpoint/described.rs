@@ -103,6 +103,22 @@ fn a_restore_into_another_variant_names_both() {
 }
 
 #[test]
+fn checkpoints_of_other_variants_differ() {
+    use fsdp_models::checkpoint::{Side, diff};
+    let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    save(dirs[0].path(), || Net { act: Act::Relu { w: constant(3.0) } });
+    save(dirs[1].path(), || Net { act: Act::Sqr { w: constant(3.0) } });
+    let [a, b] = dirs.map(|dir| {
+        let latest = Checkpoints::new(dir.path()).list().unwrap().pop().unwrap();
+        (Side::open(&latest.path).unwrap(), dir)
+    });
+    let differences = diff(&a.0, &b.0, None, |_, _| ()).unwrap();
+    let facts: Vec<_> = differences.facts.iter().map(|fact| (&*fact.name, &*fact.a, &*fact.b)).collect();
+    assert_eq!(facts, [("variant of act", "Act::Relu", "Act::Sqr")]);
+    assert!(diff(&a.0, &a.0, None, |_, _| ()).unwrap().facts.is_empty());
+}
+
+#[test]
 fn what_another_restore_leaves_names_the_variant() {
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), || Net { act: Act::Relu { w: constant(3.0) } });

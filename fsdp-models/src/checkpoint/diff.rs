@@ -126,8 +126,16 @@ pub fn diff(
 }
 
 fn facts(a: &Index, b: &Index) -> Vec<PairDifference> {
+    // The first version of the format does not say what the model is.
+    let described = a.model.is_some() && b.model.is_some();
     let all = |index: &Index| {
         let mut facts = flatten(&index.values);
+        if let Some(model) = index.model.as_ref().filter(|_| described) {
+            let variants =
+                model.variants.iter().map(|(path, variant)| (format!("variant of {path}"), variant));
+            let ties = model.ties.iter().map(|(name, first)| (format!("tie of {name}"), first));
+            facts.extend(variants.chain(ties).map(|(name, text)| (name, text.as_str().into())));
+        }
         facts.insert("step".into(), index.step.into());
         facts.insert("seed".into(), index.seed.into());
         facts
