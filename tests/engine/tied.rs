@@ -55,6 +55,43 @@ impl Forward for AcrossUnits {
     }
 }
 
+/// The buckets by the names of what is in them.
+fn buckets<M: FsdpUnit>(model: M) -> Vec<Vec<String>> {
+    let model = model.fully_shard(&DeviceMesh::single()).unwrap();
+    let layout = model.layout();
+    let names = |bucket: &fsdp::layout::BucketLayout| {
+        bucket.items.iter().map(|item| layout.params[item.param].name.clone()).collect()
+    };
+    layout.buckets.iter().map(names).collect()
+}
+
+#[test]
+fn what_is_tied_across_units_has_a_bucket_of_its_own_in_the_root() {
+    #[derive(FsdpUnit)]
+    struct Wide {
+        first: Param,
+        tied: AcrossUnits,
+        last: Param,
+    }
+    let embed = Param::new(8);
+    let tied = AcrossUnits { embed: embed.clone(), head: Unit::new(Head { weight: embed }) };
+    let wide = Wide { first: Param::new(3), tied, last: Param::new(5) };
+    assert_eq!(buckets(wide), [vec!["first", "last"], vec!["tied.embed"]]);
+}
+
+#[test]
+fn what_is_tied_in_the_root_has_a_bucket_of_its_own() {
+    #[derive(FsdpUnit)]
+    struct Wide {
+        first: Param,
+        tied: ByAttribute,
+        last: Param,
+    }
+    let tied = ByAttribute { embed: Param::new(8), head: Param::new(8) };
+    let wide = Wide { first: Param::new(3), tied, last: Param::new(5) };
+    assert_eq!(buckets(wide), [vec!["first", "last"], vec!["tied.embed"]]);
+}
+
 fn train<M: Forward + FsdpUnit + Send>(make: impl Fn() -> M + Sync) {
     for ranks in [1, 2, 3] {
         for strategy in Strategy::ALL {

@@ -25,8 +25,9 @@ COPY = ROOT / "target/mutants/source"
 BUILT = ROOT / "target/mutants/built"
 RUNTIME = Path("fsdp-runtime/src")
 
+OF_RUNTIME = ["layout_properties", "row_alignment_against_megatron", "local_communicator"]
 # The short suite, the binaries that find most first.
-TESTS = ["engine", "checkpoint", "combinations", "local_communicator"]
+TESTS = ["engine", "checkpoint", *OF_RUNTIME, "combinations"]
 # A fault may make a rank wait: for that long.
 ENVIRONMENT = {"FSDP_TIMEOUT_SECS": "10", "RUST_BACKTRACE": "0", "CANDLE_NUM_THREADS": "1"}
 LIMIT = 300
@@ -95,7 +96,7 @@ def build():
     missing = [test for test in TESTS if test not in programs]
     if missing:
         sys.exit(f"no program for the tests {missing}, but for {sorted(programs)}")
-    folders = {test: COPY / ("fsdp-runtime" if test == "local_communicator" else "") for test in TESTS}
+    folders = {test: COPY / ("fsdp-runtime" if test in OF_RUNTIME else "") for test in TESTS}
     return {test: (BUILT.parent / programs[test] if not Path(programs[test]).is_absolute() else Path(programs[test]), folders[test]) for test in TESTS}
 
 
