@@ -256,6 +256,278 @@ fn a_rank_that_returns_early_fails_those_who_wait_for_it() {
         world.communicator().host_barrier(tag("start", 0))?;
         if world.rank() == 1 { Ok(()) } else { world.communicator().host_barrier(tag("end", 5)) }
     });
+    for rank in [0, 2] {
+        let error = errors[rank].as_ref().unwrap();
+        let early =
+            "rank 1 returned early (last seen in host-barrier of `start` (forward, step 1, 0 B)), but rank ";
+        assert!(error.starts_with(&format!("rank {rank}: {early}")), "{error}");
+        assert!(error.ends_with(" waits for it in host-barrier of `end` (forward, step 6, 0 B)"), "{error}");
+    }
+    let LaunchError::Ranks { first, others } = &launch else { panic!("{launch}") };
+    assert_eq!((first.rank, others.len()), (1, 2));
+    assert!(launch.to_string().starts_with("rank 1 returned early"), "{launch}");
+}
+
+#[test]
+fn a_time_out_says_who_is_missing_and_where_it_was() {
+    let launcher = Launcher::new().ranks(3).timeout(Duration::from_millis(200));
+    let (errors, launch) = fails_with(&launcher, 3, |world| {
+        let comm = world.communicator().duplicate("gather");
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        gather(&*comm, &*stream, tag("blocks.0", 2), 4)?;
+        stream.record().synchronize()?;
+        if world.rank() == 1 {
+            // A slow rank: its peers give up meanwhile.
+            std::thread::sleep(Duration::from_millis(600));
+        }
+        gather(&*comm, &*stream, tag("blocks.1", 2), 4)?;
+        stream.record().synchronize()
+    });
+    all_same(
+        &errors,
+        "timed out after 200ms in all-gather of unit `blocks.1` (forward, step 3, 48 B), collective #2 of channel \
+         `gather`; arrived: [0, 2], missing: [1]; rank 1 was last seen: channel `gather`: \
+         #1 all-gather of unit `blocks.0` (forward, step 3, 48 B), done",
+    );
+    let LaunchError::Ranks { others, .. } = &launch else { panic!("{launch}") };
+    assert_eq!(others.len(), 2);
+}
+
+#[test]
+fn a_failed_rank_with_pending_collectives_does_not_wait_for_them() {
+    // Rank 1 fails while its side stream waits for rank 0 in `gather`, and rank 0 waits for rank 1 in
+    // `world`.
+    let (errors, launch) = fails(2, |world| {
+        let comm = world.communicator().duplicate("gather");
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        if world.rank() == 1 {
+            gather(&*comm, &*stream, tag("next", 0), 4)?;
+            return Err(CommError::Invalid { rank: 1, message: "no".to_owned() });
+        }
+        world.communicator().host_barrier(tag("u", 0))
+    });
+    let error = errors[0].as_ref().unwrap();
+    assert!(error.starts_with("rank 0: rank 1 failed: no ("), "{error}");
+    let LaunchError::Ranks { first, .. } = &launch else { panic!("{launch}") };
+    assert_eq!(first.to_string(), "rank 1 failed: no");
+}
+
+#[test]
+fn a_collective_dropped_by_a_failed_stream_fails_the_peers() {
+    let (errors, launch) = fails(2, |world| {
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        if world.rank() == 1 {
+            stream.submit(Box::new(|| panic!("boom")))?;
+        }
+        gather(&**world.communicator(), &*stream, tag("u", 1), 4)?;
+        stream.record().synchronize()
+    });
+    assert_eq!(
+        errors[0].as_deref(),
+        Some(
+            "rank 0: rank 1 cannot run all-gather of unit `u` (forward, step 2, 32 B): its stream had failed before"
+        )
+    );
+    assert_eq!(errors[1].as_deref(), Some("stream `rank1/all-gather`: work panicked: boom"));
+    let LaunchError::Ranks { first, .. } = &launch else { panic!("{launch}") };
+    assert_eq!(first.to_string(), "rank 1 failed: stream `rank1/all-gather`: work panicked: boom");
+}
+
+#[test]
+fn a_trace_of_the_last_collectives_is_added_when_asked() {
+    let launcher = Launcher::new().ranks(2).trace(true);
+    let (errors, _) = fails_with(&launcher, 2, |world| {
+        for step in 0..40 {
+            world.communicator().host_barrier(tag("u", step))?;
+        }
+        world.communicator().host_barrier(tag(["a", "b"][world.rank()], 40))
+    });
+    let error = errors[0].as_ref().unwrap();
+    for rank in 0..2 {
+        assert!(error.contains(&format!("\nlast 32 collectives of rank {rank}:\n  world #")), "{error}");
+    }
+    assert!(error.contains("\n  world #40 host-barrier of `u` (forward, step 40, 0 B), done"), "{error}");
+    assert!(!error.contains("step 7,"), "{error}");
+}
+
+/// The error of one rank's call; nothing is sent.
+fn invalid(call: impl Fn(&dyn Communicator, &dyn Stream) -> Result<(), CommError> + Sync) -> String {
+    let (errors, _) = fails(2, |world| {
+        if world.rank() == 1 {
+            call(&**world.communicator(), &*ComputeStream::new("compute"))
+        } else {
+            world.communicator().host_barrier(tag("u", 0))
+        }
+    });
+    assert!(errors[0].as_ref().unwrap().starts_with("rank 0: rank 1 failed: "), "{errors:?}");
+    errors[1].clone().unwrap()
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_errors() {
+    let f32s = |n: usize| slice(vec![0f32; n]);
+    let bf16s = |n: usize| slice(vec![half::bf16::ZERO; n]);
+    let gather = |send, recv| {
+        invalid(move |comm, stream| {
+            let (send, recv) = (f32s(send), f32s(recv));
+            comm.all_gather(stream, tag("u", 0), vec![Gather { send, recv }])
+        })
+    };
+    assert_eq!(
+        gather(4, 10),
+        "rank 1: all-gather of unit `u` (forward, step 1, 40 B): part 0: recv has 10 elements, expected 2 ranks x 4 of \
+         send"
+    );
+    let error = invalid(|comm, stream| {
+        comm.all_gather(stream, tag("u", 0), vec![Gather { send: bf16s(4), recv: f32s(8) }])
+    });
+    assert!(error.ends_with("part 0: send is bf16, but recv is f32"), "{error}");
+    let error = invalid(|comm, stream| {
+        let recv = f32s(8);
+        comm.all_gather(stream, tag("u", 0), vec![Gather { send: recv.range(0..4), recv }])
+    });
+    assert!(error.ends_with("send overlaps recv without being its part of rank 1, elements 4..8"), "{error}");
+
+    let reduce = |send, recv| {
+        let part = Reduce { send, recv, scale: 1.0, accumulate: Accumulate::Add };
+        invalid(move |comm, stream| comm.reduce_scatter(stream, tag("u", 0), vec![part.clone()]))
+    };
+    assert!(reduce(f32s(8), f32s(3)).ends_with("part 0: send has 8 elements, expected 2 ranks x 3 of recv"));
+    assert!(
+        reduce(f32s(8), bf16s(4))
+            .ends_with("part 0: a sum of f32 can be stored as f32 only, but recv is bf16")
+    );
+    let send = f32s(8);
+    assert!(
+        reduce(send.clone(), send.range(2..6)).ends_with("without being its part of rank 1, elements 4..8")
+    );
+
+    let exchange = |send, recv| {
+        let part = Exchange { send, recv };
+        invalid(move |comm, stream| comm.all_to_all(stream, tag("u", 0), vec![part.clone()]))
+    };
+    assert_eq!(
+        exchange(f32s(8), f32s(6)),
+        "rank 1: all-to-all of unit `u` (forward, step 1, 32 B): part 0: recv has 6 elements, expected 8, as many as \
+         send"
+    );
+    assert!(exchange(bf16s(8), f32s(8)).ends_with("part 0: send is bf16, but recv is f32"));
+    assert!(exchange(f32s(7), f32s(7)).ends_with("7 elements cannot be cut into 2 equal chunks, one a rank"));
+    let whole = f32s(12);
+    assert!(
+        exchange(whole.range(0..8), whole.range(4..12)).ends_with("overlap, expected memory apart"),
+        "it is never in place"
+    );
+
+    let error = invalid(|comm, stream| comm.broadcast(stream, tag("u", 0), f32s(7), 2));
+    assert!(error.ends_with("there is no rank 2 among 2 ranks"), "{error}");
+}
+
+/// A part that writes what another one reads or writes would be a race, in one rank or between two.
+#[test]
+fn parts_of_one_launch_that_share_memory_are_refused() {
+    let f32s = |n: usize| slice(vec![0f32; n]);
+    let gather = |send, recv| Gather { send, recv };
+    let reduce = |send, recv| Reduce { send, recv, scale: 1.0, accumulate: Accumulate::Add };
+    let exchange = |send, recv| Exchange { send, recv };
+
+    let whole = f32s(8);
+    let parts = vec![gather(f32s(4), whole.clone()), gather(f32s(4), whole.clone())];
+    let error = invalid(|comm, stream| comm.all_gather(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+    // One reads what the other writes.
+    let parts = vec![gather(whole.range(0..2), f32s(4)), gather(f32s(4), whole.clone())];
+    let error = invalid(|comm, stream| comm.all_gather(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 1 writes memory that part 0 uses too"), "{error}");
+
+    let parts = vec![reduce(f32s(8), whole.range(0..4)), reduce(f32s(8), whole.range(3..7))];
+    let error = invalid(|comm, stream| comm.reduce_scatter(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+
+    let parts = vec![(whole.range(0..5), 1.0), (f32s(3), 1.0), (whole.range(4..8), 1.0)];
+    let error = invalid(|comm, stream| comm.all_reduce(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 2 uses too"), "{error}");
+
+    let parts = vec![exchange(f32s(4), whole.range(0..4)), exchange(whole.range(2..6), f32s(4))];
+    let error = invalid(|comm, stream| comm.all_to_all(stream, tag("u", 0), parts.clone()));
+    assert!(error.ends_with("part 0 writes memory that part 1 uses too"), "{error}");
+
+    // What is only read may be shared.
+    local(2, |world| {
+        let (shared, stream) = (f32s(4), ComputeStream::new("compute"));
+        let parts = vec![gather(shared.clone(), f32s(8)), gather(shared, f32s(8))];
+        world.communicator().all_gather(&*stream, tag("u", 0), parts)
+    })
+    .unwrap();
+}
+
+#[test]
+fn states_that_were_noted_must_agree_on_what_was_made_of_a_communicator() {
+    let (errors, _) = fails(2, |world| {
+        let comm = world.communicator().duplicate("model");
+        let gather = comm.duplicate("gather");
+        comm.note("in step 3");
+        gather.host_barrier(tag("u", 0))?;
+        comm.note(["in step 4", "in step 5"][world.rank()]);
+        // Nothing was said of the others.
+        world.communicator().host_barrier(tag("u", 0))?;
+        gather.host_barrier(tag("u", 0))
+    });
+    all_same(
+        &errors,
+        "collective #2 of channel `model/gather` differs: rank 0 is in host-barrier of `u` (forward, step 1, 0 B), rank \
+         1 in host-barrier of `u` (forward, step 1, 0 B): rank 0 is in step 4; rank 1 is in step 5",
+    );
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_in_different_channels_fail_at_once() {
+    let (errors, launch) = fails(3, |world| {
+        let comm = world.communicator();
+        let (gathers, norms) = (comm.duplicate("gather"), comm.duplicate("norm"));
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        if world.rank() == 1 {
+            norms.host_reduce(tag("norm", 2), HostOp::Sum, &mut [0.0])
+        } else {
+            // The others meet first, so that all is to be told in one way.
+            comm.split("others", &[0, 2])?.host_barrier(tag("others", 2))?;
+            gather(&*gathers, &*stream, tag("", 3), 4)?;
+            stream.record().synchronize()
+        }
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        let error = error.as_ref().unwrap();
+        let start = format!("rank {rank}: the ranks wait for each other: ");
+        assert!(error.starts_with(&start), "{error}");
+        for part in [
+            " in all-gather of unit `(root)` (forward, step 4, 48 B) for rank",
+            "rank 1 waits in host-reduce (sum) of `norm` (forward, step 3, 8 B) for ranks [0, 2]; ",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(error.ends_with("; was something called on one rank only?"), "{error}");
+        assert!(error.len() < 300, "{error}");
+    }
+    // Once.
+    assert_eq!(launch.to_string().matches("norm").count(), 1, "{launch}");
+}
+
+#[test]
+fn a_rank_that_has_returned_is_missed_at_once_by_one_that_waits_for_another() {
+    // Rank 0 waits for rank 2, which waits elsewhere for rank 1, which has returned with a collective under way.
+    let (errors, launch) = fails(3, |world| {
+        let comm = world.communicator();
+        let [a, b, c] = ["a", "b", "c"].map(|name| comm.duplicate(name));
+        let stream = CpuStream::spawn(format!("rank{}/all-gather", world.rank()));
+        match world.rank() {
+            0 => a.host_barrier(tag("a", 0)),
+            1 => gather(&*c, &*stream, tag("c", 0), 4),
+            _ => {
+                gather(&*b, &*stream, tag("b", 0), 4)?;
+                stream.record().synchronize()
+            }
+        }
+    });
     // Which is known first depends on when the streams and the return of rank 1 are seen.
     let told = |text: &str| {
         text.contains("rank 1 returned early (") || text.contains("the ranks wait for each other: ")
