@@ -131,8 +131,9 @@ fn facts(a: &Index, b: &Index) -> Vec<PairDifference> {
     let all = |index: &Index| {
         let mut facts = flatten(&index.values);
         if let Some(model) = index.model.as_ref().filter(|_| described) {
-            let variants =
-                model.variants.iter().map(|(path, variant)| (format!("variant of {path}"), variant));
+            // The tensors of an option say whether it has something.
+            let variants = model.variants.iter().filter(|(_, variant)| *variant != "Some");
+            let variants = variants.map(|(path, variant)| (format!("variant of {path}"), variant));
             let ties = model.ties.iter().map(|(name, first)| (format!("tie of {name}"), first));
             facts.extend(variants.chain(ties).map(|(name, text)| (name, text.as_str().into())));
         }
