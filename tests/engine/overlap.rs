@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 use fsdp::prelude::*;
 use fsdp::trace::Span;
 
-use crate::fixtures::{config, on_ranks};
+use crate::fixtures::{Dot, config, full, on_ranks};
 
 const UNITS: usize = 5;
 
@@ -156,4 +156,53 @@ fn the_trace_is_valid_chrome_json() {
     let events = trace["traceEvents"].as_array().unwrap();
     assert!(events.iter().any(|event| event["ph"] == "X" && event["name"] == "all-gather units.2"));
     assert!(events.iter().any(|event| event["args"]["name"] == "rank 1"));
+}
+
+/// Units of which a pass runs those that are named, in that order.
+#[derive(FsdpUnit)]
+struct Chosen {
+    units: Vec<Unit<Dot>>,
+}
+
+impl Forward<Vec<usize>> for Chosen {
+    fn forward(&self, x: &Tensor, which: &Vec<usize>, scope: &Scope<'_>) -> Result<Tensor> {
+        let losses = which.iter().map(|&unit| self.units[unit].forward(x, &(), scope));
+        let losses: Vec<Tensor> = losses.collect::<Result<_>>()?;
+        Tensor::stack(&losses, 0)?.sum_all()
+    }
+}
+
+/// Units gathered in an evaluation of these of five, all of which ran in order before.
+fn gathered(which: &[usize]) -> u64 {
+    let counts = on_ranks(2, |world| {
+        let model = Chosen { units: (0..5).map(|_| Dot::zeros(8)).collect() };
+        let model =
+            model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::OptimGradsParams))?;
+        let calls = || {
+            let traffic = model.traffic();
+            traffic.iter().find(|report| report.operation == "all-gather").unwrap().counter.calls
+        };
+        for _ in 0..2 {
+            let _: Tensor = model.evaluate_with(&full(8, 1.0), &(0..5).collect())?;
+        }
+        let before = calls();
+        let _: Tensor = model.evaluate_with(&full(8, 1.0), &which.to_vec())?;
+        Ok(calls() - before)
+    });
+    assert_eq!(counts[0], counts[1]);
+    counts[0]
+}
+
+#[test]
+fn a_pass_that_leaves_the_learnt_order_gathers_one_unit_in_vain_at_most() {
+    assert_eq!(gathered(&[0, 1, 2, 3, 4]), 5);
+    // Unit 1 was on its way when 3 came.
+    assert_eq!(gathered(&[0, 3]), 3);
+}
+
+#[test]
+fn a_pass_that_begins_with_another_unit_gathers_the_first_alone_in_vain() {
+    // The first unit of the learnt order was on its way when the pass began.
+    assert_eq!(gathered(&[2]), 2);
+    assert_eq!(gathered(&[3, 4]), 3);
 }
