@@ -55,3 +55,35 @@ fn the_norm_counts_each_element_once_on_any_mesh() {
         }
     }
 }
+
+/// The weights, 1 at first, after a step of this optimizer without gradient.
+fn decayed(optimizer: impl Fn(&Fsdp<Dots>) -> fsdp::Result<ShardedOptimizer<AdamW>> + Send + Sync) -> f32 {
+    let all = on_ranks(2, |world| {
+        let model = Dots { units: vec![Dot::with(5, 1.0)] };
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let mut optimizer = optimizer(&model)?;
+        let loss: Tensor = model.forward(&vec![full(5, 0.0)])?;
+        model.backward(&loss)?;
+        optimizer.step(&mut model)?;
+        Ok(weights(&model)?[0].1[0])
+    });
+    assert_eq!(all[0], all[1]);
+    all[0]
+}
+
+#[test]
+fn weights_decay_by_the_learning_rate_times_the_decay() {
+    // 1 - 0.1 x 0.5.
+    assert_eq!(decayed(|model| model.optimizer(AdamW::default().lr(0.1).weight_decay(0.5))), 0.95);
+    assert_eq!(decayed(|model| model.optimizer(AdamW::default().lr(0.0).weight_decay(0.5))), 1.0);
+}
+
+#[test]
+fn a_groups_weights_decay_by_its_own_learning_rate_and_decay() {
+    // 1 - 0.1 x 2 x 0.2.
+    let group = |_: &fsdp::spec::ParamSpec| ParamGroup::new("all").lr_factor(2.0).weight_decay(0.2);
+    assert_eq!(
+        decayed(|model| model.optimizer_with(AdamW::default().lr(0.1).weight_decay(0.5), group)),
+        0.96
+    );
+}
