@@ -87,3 +87,42 @@ fn a_groups_weights_decay_by_its_own_learning_rate_and_decay() {
         0.96
     );
 }
+
+/// AdamW whose first step is `0.1 g / (|g| + 1)`: it depends on the size of the gradient.
+fn sized() -> AdamW {
+    AdamW::default().lr(0.1).eps(1.0).weight_decay(0.0)
+}
+
+#[test]
+fn adamw_takes_clipped_gradients() {
+    on_ranks(2, |world| {
+        let model = Dots { units: vec![Dot::with(1, 0.0)] };
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let mut optimizer = model.optimizer(sized())?;
+        let loss: Tensor = model.forward(&vec![full(1, 3.0)])?;
+        model.backward(&loss)?;
+        assert_eq!(model.clip_grad_norm(1.0)?, 3.0);
+        optimizer.step(&mut model)?;
+        // A gradient of 1.
+        let weight = weights(&model)?[0].1[0];
+        assert!((weight + 0.05).abs() < 1e-6, "{weight}");
+        Ok(())
+    });
+}
+
+#[test]
+fn adamw_takes_unscaled_gradients() {
+    on_ranks(2, |world| {
+        let model = Dots { units: vec![Dot::with(1, 0.0)] };
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        let mut optimizer = model.optimizer(sized())?;
+        let mut scaler = LossScaler::default().initial_scale(64.0);
+        let loss: Tensor = model.forward(&vec![full(1, 4.0)])?;
+        model.backward(&scaler.scale(&loss)?)?;
+        assert!(scaler.step(&mut optimizer, &mut model)?);
+        // A gradient of 4.
+        let weight = weights(&model)?[0].1[0];
+        assert!((weight + 0.08).abs() < 1e-6, "{weight}");
+        Ok(())
+    });
+}
