@@ -126,3 +126,35 @@ fn adamw_takes_unscaled_gradients() {
         Ok(())
     });
 }
+
+/// The weight, 0 at first, after two steps of Nesterov's momentum whose gradients are 1: by hand 1.5, then 1.75 less.
+fn with_nesterov(gradient: f32, clip: bool) {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let model = Dots { units: vec![Dot::with(1, 0.0)] };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).momentum(0.5).nesterov(true))?;
+            for expected in [-1.5, -3.25] {
+                let loss: Tensor = model.forward(&vec![full(1, gradient)])?;
+                model.backward(&loss)?;
+                if clip {
+                    model.clip_grad_norm(1.0)?;
+                }
+                optimizer.step(&mut model)?;
+                let weight = weights(&model)?[0].1[0];
+                assert!((weight - expected).abs() < 1e-5, "{strategy}: {weight}, expected {expected}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn nesterovs_momentum_looks_ahead() {
+    with_nesterov(1.0, false);
+}
+
+#[test]
+fn nesterovs_momentum_looks_ahead_from_clipped_gradients() {
+    with_nesterov(4.0, true);
+}

@@ -180,3 +180,43 @@ fn a_setting_that_the_rule_would_lose_is_refused() {
         Ok(())
     });
 }
+
+#[test]
+fn sgd_decays_nothing_that_is_marked_no_decay() {
+    for momentum in [0.0, 0.5] {
+        on_ranks(2, |world| {
+            let mut model = Model::new().fully_shard(&world.data_parallel_mesh())?;
+            let mut optimizer =
+                model.optimizer(Sgd::default().lr(0.1).momentum(momentum).weight_decay(0.5))?;
+            // Gradients are 0, weights 1: what decays loses 0.1 x 0.5.
+            let loss: Tensor = model.forward(&full(1, 0.0).sum_all()?)?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            for (name, values) in weights(&model)? {
+                let expected = if name == "layer.c" { 1.0 } else { 0.95 };
+                assert!(values.iter().all(|value| *value == expected), "{name} {momentum}: {values:?}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_group_without_decay_of_its_own_leaves_no_decay_alone_in_every_strategy() {
+    for strategy in Strategy::ALL {
+        on_ranks(3, |world| {
+            let mesh = world.data_parallel_mesh();
+            let mut model = Model::new().fully_shard_with(&mesh, &config(strategy))?;
+            let group = |_: &ParamSpec| ParamGroup::new("all").weight_decay(0.25);
+            let mut optimizer = model.optimizer_with(Sgd::default().lr(1.0).weight_decay(0.5), group)?;
+            let loss: Tensor = model.forward(&full(1, 0.0).sum_all()?)?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            for (name, values) in weights(&model)? {
+                let expected = if name == "layer.c" { 1.0 } else { 0.75 };
+                assert!(values.iter().all(|value| *value == expected), "{name} {strategy}: {values:?}");
+            }
+            Ok(())
+        });
+    }
+}

@@ -110,7 +110,7 @@ pub(super) fn rotate_in_place(
     );
 }
 
-/// The same into new memory: writes every element of `out`.
+/// Rotates `x` into new memory: writes every element of `out`.
 ///
 /// # Panics
 /// If the lengths do not fit, or there are no angles.

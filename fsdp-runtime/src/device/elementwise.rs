@@ -120,7 +120,7 @@ impl Elementwise {
         }
     }
 
-    /// The same op on the parts of its slices that are contiguous.
+    /// This op, cut into one for each run of elements that is contiguous in all of its slices.
     fn in_segments(&self) -> Vec<Elementwise> {
         match &self.0 {
             Op::Fill(slice, value) => {

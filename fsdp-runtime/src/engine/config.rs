@@ -59,7 +59,7 @@ pub struct FsdpConfig {
     pub scaling: GradientScaling,
     /// Recomputation for the units that do not say.
     pub recompute: Recompute,
-    /// What becomes of whole weights between forward and backward, for the units that do not say.
+    /// Whether units keep their whole weights between forward and backward. A unit may say otherwise for itself.
     pub reshard_after_forward: ReshardAfterForward,
     /// Give a unit's whole weights up as soon as its backward is over, and free their memory where they are kept between
     /// the passes ([`ReshardAfterForward::Never`]). Otherwise they stay until another unit needs the memory, or the

@@ -23,7 +23,7 @@ pub(super) const END: u64 = u64::MAX;
 struct Part {
     /// Number of units that have had their backward when it is complete, as all ranks have agreed.
     due: u64,
-    /// The same in this backward, as this rank has seen so far.
+    /// Number of units that had had their backward when its last gradient of this backward came, on this rank.
     complete: u64,
     /// Gradients of this backward that have come so far.
     writes: u64,

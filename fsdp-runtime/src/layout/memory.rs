@@ -263,8 +263,8 @@ impl MemoryPlan {
         Self::scheduled(layout, strategy, precision, &Schedule::DEFAULT, |_| None)
     }
 
-    /// The same with another schedule; `reshard` has the answer of each unit that says for itself what becomes of its
-    /// whole weights between forward and backward, that of the root does not matter.
+    /// The plan of a layout under a schedule. `reshard` gives a unit's own answer, or `None` where that of the schedule
+    /// holds; the root's is not read.
     pub fn scheduled(
         layout: &ModelLayout,
         strategy: Strategy,

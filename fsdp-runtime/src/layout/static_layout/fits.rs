@@ -26,7 +26,7 @@ pub struct FitOptions {
     pub outer_ranks: usize,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
-    /// What becomes of a unit's whole weights between forward and backward.
+    /// Whether units keep their whole weights between forward and backward.
     pub reshard: ReshardAfterForward,
     /// Units gathered ahead.
     pub prefetch: usize,
