@@ -349,3 +349,51 @@ fn a_rule_that_fails_on_its_owner_fails_the_step_everywhere() {
     assert!(text.contains("`units.0.w`") && text.contains("the matrix is singular"), "{text}");
     assert_eq!(seen.load(Ordering::Relaxed), 1);
 }
+
+/// `x` times the sum of a tall and a wide matrix, all zeros at first.
+#[derive(FsdpUnit)]
+struct TallAndWide {
+    tall: Param,
+    wide: Param,
+}
+
+impl Forward for TallAndWide {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> candle_core::Result<Tensor> {
+        (self.tall.tensor(scope)?.sum_all()? + self.wide.tensor(scope)?.sum_all()?)? * x
+    }
+}
+
+/// An element of the tall and one of the wide matrix after a step of Muon. Both gradients are ones, so the updates are each
+/// other's transposes but for the factor of the shape, the root of rows over columns where there are more rows.
+fn after_muon(rows: usize, cols: usize, strategy: Strategy) -> [f32; 2] {
+    let all = on_ranks(2, |world| {
+        let zeros = |dims: (usize, usize)| Param::new(dims).with_init(Init::Zeros);
+        let model = TallAndWide { tall: zeros((rows, cols)), wide: zeros((cols, rows)) };
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+        let mut optimizer = model.owner_optimizer(Muon::default(), Sgd::default())?;
+        let loss: Tensor = model.forward(&full(1, 1.0).sum_all()?)?;
+        model.backward(&loss)?;
+        optimizer.step(&mut model)?;
+        let weights = weights(&model)?;
+        Ok([weights[0].1[0], weights[1].1[0]])
+    });
+    assert_eq!(all[0], all[1]);
+    all[0]
+}
+
+#[test]
+fn muon_moves_a_tall_matrix_by_the_root_of_its_shape_further() {
+    for (rows, cols, factor) in [(8, 2, 2.0), (27, 3, 3.0), (4, 4, 1.0)] {
+        let [tall, wide] = after_muon(rows, cols, Strategy::OptimGradsParams);
+        assert!(wide < 0.0 && (tall / wide - factor).abs() < 1e-4, "{tall} {wide}, expected x {factor}");
+    }
+}
+
+#[test]
+fn muon_moves_alike_in_every_strategy_whatever_the_shape() {
+    let first = after_muon(8, 2, Strategy::NoShard);
+    assert!((first[0] / first[1] - 2.0).abs() < 1e-4, "{first:?}");
+    for strategy in Strategy::ALL {
+        assert_eq!(after_muon(8, 2, strategy), first, "{strategy}");
+    }
+}
