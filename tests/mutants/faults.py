@@ -151,7 +151,7 @@ value("an idle unit's steps count", "engine/optimizer.rs", "self.unit_steps[buck
 value("a group's settings are another parameter's", "engine/optimizer.rs",
       "*self.groups.of(*param).overrides()", "Default::default()", after="let overrides = ")
 without("the clipping factor lasts beyond its step", "engine/core.rs",
-        "(self.grad_scale, self.unscale, self.grad_norm) = (1.0, None, None);")
+        "(self.grad_scale, self.unscale, self.grad_norm, self.non_finite) = (1.0, None, None, None);")
 value("a norm is its square", "engine/grad_norm.rs", "sum[0].sqrt()", "sum[0]")
 value("replicas count in the norm", "engine/grad_norm.rs", "cut_by_outer || self.outer_comm.rank() == 0", "true")
 text("small gradients are scaled up", "optim/norm.rs", "if scale > 1.0 {", "if scale > 1.0 && !FAULT {")
