@@ -52,7 +52,7 @@ fn assert_figures_agree<M: Model>(tp: &[usize]) {
     }
 }
 
-/// The same where outer ranks share the optimizer state, and where rows are kept whole: there the type knows a bound.
+/// Type and model agree where outer ranks share the optimizer state; where rows are kept whole the type knows a bound.
 fn assert_alignment_and_outer_ranks_agree<M: FsdpUnit>(model: &M, tp: usize, options: &StaticOptions) {
     let StaticOptions { ranks, precision, .. } = *options;
     for (outer, alignment) in

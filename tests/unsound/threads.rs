@@ -39,7 +39,7 @@ fn a_kept_loss_in_another_thread_while_weights_are_written() {
     }
 }
 
-/// The same while the model's own backward runs in this thread.
+/// Another thread takes a kept loss backward while the model's own backward runs in this thread.
 #[test]
 fn a_kept_loss_in_another_thread_while_the_backward_runs() {
     let model = Dots::new(2, 5).fully_shard(&DeviceMesh::single()).unwrap();

@@ -46,7 +46,7 @@ pub struct Schedule {
     pub gather_budget: Option<usize>,
     /// Most elements of gradients that are unreduced at a time; `None` for those of two units.
     pub reduce_budget: Option<usize>,
-    /// What becomes of whole weights between forward and backward, for the units that do not say.
+    /// Whether units keep their whole weights between forward and backward. A unit may say otherwise for itself.
     pub reshard: ReshardAfterForward,
     /// Some microbatches reduce nothing.
     pub no_sync: bool,

@@ -115,7 +115,7 @@ impl Pool {
         pool
     }
 
-    /// The same pool, whose buffers are in pieces where they are in memory of the host: `parts` are those of each buffer of
+    /// Has the pool make its buffers in pieces where they are in memory of the host: `parts` are those of each buffer of
     /// each unit. Units whose buffers are as long but cut elsewhere take turns all the same.
     pub(crate) fn in_pieces(mut self, parts: Vec<Vec<Parts>>) -> Pool {
         if self.account.is_host() {

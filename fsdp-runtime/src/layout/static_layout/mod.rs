@@ -406,7 +406,7 @@ impl StaticLayout {
         self.memory_with(strategy, &Schedule::DEFAULT)
     }
 
-    /// The same with another schedule.
+    /// Bytes a rank holds under `strategy` and `schedule`, by category.
     pub const fn memory_with(&self, strategy: Strategy, schedule: &Schedule) -> MemoryPlan {
         let precision = &self.options.precision;
         let mut plan = MemoryPlan::NONE;
