@@ -1,0 +1,108 @@
+//! What is checked, by CI and beyond it, with the minutes that each takes.
+
+use crate::command::run;
+use crate::tier::Tier;
+use crate::times;
+
+/// What CI runs, in this order.
+pub fn ci() -> Vec<Tier> {
+    let mut tiers = vec![
+        Tier { name: "format", what: "rustfmt", minutes: 0.1, run: || run("cargo fmt --all --check", &[]) },
+        Tier { name: "tests", what: "the README's test command", minutes: 16.0, run: tests },
+        Tier { name: "lints", what: "clippy, warnings being errors", minutes: 2.0, run: lints },
+        Tier { name: "docs", what: "rustdoc, warnings being errors", minutes: 1.0, run: docs },
+        Tier {
+            name: "kernels",
+            what: "the CUDA kernels by nvcc and NVRTC",
+            minutes: 1.0,
+            run: || run(".ci/kernels", &[]),
+        },
+        Tier {
+            name: "cuda",
+            what: "the features cuda and nccl on the fake driver",
+            minutes: 6.0,
+            run: || run(".ci/cuda", &[]),
+        },
+        Tier {
+            name: "programs",
+            what: "the README's main command, fine-tuning and the quick start",
+            minutes: 5.0,
+            run: || run(".ci/programs", &[]),
+        },
+    ];
+    tiers.extend(deep().into_iter().filter(|tier| IN_CI.contains(&tier.name)));
+    tiers
+}
+
+/// The deep tiers that CI runs too.
+const IN_CI: &[&str] = &["curves"];
+
+/// What takes too long for every change.
+pub fn deep() -> Vec<Tier> {
+    vec![
+        Tier {
+            name: "curves",
+            what: "a Llama against every step of the reference, in every way of training",
+            minutes: 2.0,
+            run: || times::test_in(&["--workspace", "--test", "llama"], &[("FSDP_FULL_CURVES", "1")]),
+        },
+        Tier {
+            name: "model",
+            what: "the rendezvous, the streams and the pipelines in twenty times as many schedules",
+            minutes: 20.0,
+            run: model,
+        },
+        Tier {
+            name: "hostile",
+            what: "10,500 damaged files of all formats, and three times as many damaged checkpoints",
+            minutes: 10.0,
+            run: hostile,
+        },
+        Tier {
+            name: "address",
+            what: "the tests under AddressSanitizer",
+            minutes: 25.0,
+            run: || run(".ci/sanitizers address", &[]),
+        },
+        Tier {
+            name: "thread",
+            what: "what needs no tensors under ThreadSanitizer",
+            minutes: 15.0,
+            run: || run(".ci/sanitizers thread", &[]),
+        },
+        Tier {
+            name: "mutants",
+            what: "faults planted in the runtime, each to be found by two tests",
+            minutes: 60.0,
+            run: || run("python3 tests/mutants/run.py", &[]),
+        },
+        Tier {
+            name: "cuda-mutants",
+            what: "waits and events taken out of what runs on CUDA streams, each to be found by a test",
+            minutes: 60.0,
+            run: || run("python3 tests/fake-cuda/mutants.py", &[]),
+        },
+    ]
+}
+
+fn tests() -> Result<(), String> {
+    times::test(&["--workspace"])
+}
+
+fn lints() -> Result<(), String> {
+    run("cargo clippy --workspace --all-targets -- -D warnings", &[])
+}
+
+fn docs() -> Result<(), String> {
+    run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])
+}
+
+fn model() -> Result<(), String> {
+    let arguments = ["--workspace", "--test", "rendezvous", "--test", "streams", "--test", "pipelines"];
+    times::test_in(&arguments, &[("FSDP_MODEL_FACTOR", "20")])
+}
+
+fn hostile() -> Result<(), String> {
+    let arguments = ["--workspace", "--test", "pretrained", "--test", "hostile_checkpoints"];
+    times::test_in(&arguments, &[("FSDP_HOSTILE_FACTOR", "3")])
+}
