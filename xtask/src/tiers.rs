@@ -98,8 +98,7 @@ fn docs() -> Result<(), String> {
 }
 
 fn model() -> Result<(), String> {
-    let arguments = ["--workspace", "--test", "rendezvous", "--test", "streams", "--test", "pipelines"];
-    times::test_in(&arguments, &[("FSDP_MODEL_FACTOR", "20")])
+    times::test_in(&["--workspace", "--test", "schedules"], &[("FSDP_MODEL_FACTOR", "20")])
 }
 
 fn hostile() -> Result<(), String> {

@@ -1,4 +1,4 @@
-//! Pretrained weights in files, in shards, and back.
+//! Pretrained weights and tokenizers in files, in shards, and back.
 
 mod fixtures;
 mod gguf;
@@ -9,3 +9,4 @@ mod load;
 #[cfg(unix)]
 mod no_files;
 mod save;
+mod tokenizer;

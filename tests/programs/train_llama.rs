@@ -1,8 +1,6 @@
 //! `examples/train_llama.rs` as a user runs it: what it writes, and what it says when it is asked for what
 //! cannot be.
 
-mod support;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -15,7 +13,7 @@ use tempfile::TempDir;
 
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| support::example("train_llama"))
+    PROGRAM.get_or_init(|| crate::support::example("train_llama"))
 }
 
 /// A model that trains in no time, on a text of its own.

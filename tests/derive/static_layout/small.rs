@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use fsdp::layout::{Schedule, StaticLayout, StaticOptions};
 use fsdp::prelude::*;
 
-use crate::{Model, assert_figures_agree};
+use super::{Model, assert_figures_agree};
 
 /// Structs with their models: each field has its type, attributes and value.
 macro_rules! model {

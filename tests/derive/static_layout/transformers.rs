@@ -3,7 +3,7 @@
 use fsdp::layout::{StaticLayout, StaticOptions};
 use fsdp::prelude::*;
 
-use crate::{Model, assert_figures_agree};
+use super::{Model, assert_figures_agree};
 
 const GIB: u64 = 1 << 30;
 const OF_8: StaticOptions =
@@ -249,5 +249,5 @@ fn figures_of_many_experts() {
     let mesh = fsdp::mesh::Topology::new(&[("dp_shard", 1024)], 1024).unwrap();
     let config = FsdpConfig { precision: MixedPrecision::BF16, ..Default::default() };
     let built = Box::new(Experts::new()).layout(&mesh, &config).unwrap();
-    crate::assert_layouts_agree(&layout, &built, "experts");
+    super::assert_layouts_agree(&layout, &built, "experts");
 }

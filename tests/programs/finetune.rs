@@ -1,8 +1,6 @@
 //! `examples/finetune.rs` as a user runs it: what is trained and exported, a run that is killed and goes on, and what is
 //! said of what cannot be.
 
-mod support;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -19,7 +17,7 @@ use tempfile::TempDir;
 
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| support::example("finetune"))
+    PROGRAM.get_or_init(|| crate::support::example("finetune"))
 }
 
 fn config() -> LlamaConfig {

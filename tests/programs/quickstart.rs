@@ -1,12 +1,10 @@
 //! `examples/quickstart.rs` as a user runs it, and what the README says a crate of one's own depends on.
 
-mod support;
-
 use std::process::Command;
 
 #[test]
 fn it_trains_unless_it_is_asked_what_it_does() {
-    let program = support::example("quickstart");
+    let program = crate::support::example("quickstart");
     let run = |options: &[&str]| {
         let output = Command::new(&program).args(options).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
