@@ -13,6 +13,7 @@ use candle_core::Tensor;
 use fsdp::engine::TrafficReport;
 use fsdp::launch::Launcher;
 use fsdp::prelude::*;
+use fsdp_test_support::assert_distance;
 
 use case::{Case, STEPS};
 use net::Net;
@@ -79,15 +80,6 @@ fn run(case: &Case) -> Run {
     first
 }
 
-/// Relative L2 distance of all weights together.
-fn distance(a: &Weights, b: &Weights) -> f64 {
-    assert!(a.iter().map(|(name, _)| name).eq(b.iter().map(|(name, _)| name)));
-    let square = |x: f64| x * x;
-    let pairs = || a.iter().zip(b).flat_map(|((_, a), (_, b))| a.iter().zip(b));
-    let difference: f64 = pairs().map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
-    (difference / pairs().map(|(_, b)| square(f64::from(*b))).sum::<f64>()).sqrt()
-}
-
 #[test]
 fn combinations_train_as_plain_candle_and_communicate_as_the_formulas_say() {
     let cases = Case::all();
@@ -99,12 +91,15 @@ fn combinations_train_as_plain_candle_and_communicate_as_the_formulas_say() {
     for case in chosen {
         let Run { before, after, collectives } = run(case);
         let expected = plain::train(case, &before).unwrap_or_else(|error| panic!("{case:?}: {error}"));
-        let distance = distance(&after, &expected);
-        assert!(distance <= case.tolerance(), "{case:?}: {distance:e} from plain candle");
+        assert!(after.iter().map(|(name, _)| name).eq(expected.iter().map(|(name, _)| name)), "{case:?}");
+        for ((name, after), (_, expected)) in after.iter().zip(&expected) {
+            assert_distance(after, expected, case.tolerance(), format!("{case:?}: {name}"));
+        }
         for (step, counted) in collectives.iter().enumerate() {
             assert_eq!(*counted, case.collectives(step), "{case:?}, step {step}: {OPERATIONS:?}");
         }
         let (other, bits) = same_bits.entry(case.same_bits()).or_insert_with(|| (*case, after.clone()));
+        assert_eq!(bits.len(), after.len(), "{case:?} and {other:?}");
         let differing =
             bits.iter().zip(&after).find(|(ours, theirs)| ours != theirs).map(|(ours, _)| &ours.0);
         assert_eq!(differing, None, "{case:?} and {other:?} differ in bits");

@@ -3,6 +3,7 @@
 use candle_core::cuda::CudaStorageSlice;
 use candle_core::{DType, Device, Error, Result, Storage, Tensor};
 use fake_cuda::{Finding, Kind, Schedule, Session};
+use fsdp_test_support::{assert_close, relative};
 
 use crate::compare::values;
 
@@ -39,7 +40,7 @@ fn a_stream_that_does_not_wait_for_candle_races() -> Result<()> {
             let x = values(&[4, 4], 1, DType::F32, &device)?;
             let got = read_beside(&x.matmul(&x)?.exp()?, waits)?;
             if waits {
-                assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6), "{got:?}");
+                assert_close(&got, &expected, relative(1e-6), "waits");
                 assert_eq!(session.findings(), []);
             } else {
                 session.expect(Kind::Race, "uexp_f32");

@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor};
 use fsdp::mesh::Topology;
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_each_close};
 
 use crate::fixtures::{Dot, Dots, config, dot, full, gradients, named, on_ranks, weights};
 
@@ -52,8 +53,8 @@ fn a_parameter_too_short_for_all_ranks_does_not_stop_its_neighbours() {
                         for (name, values) in &weights {
                             let index: usize = name.rsplit('.').next().unwrap().parse().unwrap();
                             assert_eq!(values.len(), sizes[index], "{name}");
-                            let near = values.iter().all(|value| (value - expected).abs() < 1e-6);
-                            assert!(near, "{sizes:?}, {strategy}, {alignment:?}: {values:?}");
+                            let what = format!("{sizes:?}, {strategy}, {alignment:?}, {name}");
+                            assert_each_close(values, expected.into(), absolute(1e-6), what);
                         }
                     };
                     let mut trained = model(&sizes).fully_shard_with(&mesh, &config)?;

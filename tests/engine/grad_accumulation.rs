@@ -4,9 +4,10 @@
 use candle_core::Tensor;
 use fsdp::engine::TrafficReport;
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_close};
 
 use crate::fixtures::{Dot, config, dot, full, gradients, named, on_ranks};
-use crate::reference::{self, Layers, adam, assert_close, assert_weights_close, rows, train, weights};
+use crate::reference::{self, Layers, TORCH, adam, rows, train, weights};
 
 const STEPS: usize = 3;
 const MICROBATCHES: usize = 3;
@@ -176,8 +177,8 @@ fn collectives_are_those_of_the_formulas_and_values_those_of_plain_candle() {
         let (losses, after) = expected(ranks, &all[0].1);
         for (rank, (found, _, weights)) in all.iter().enumerate() {
             let expected: Vec<f32> = losses.iter().skip(rank).step_by(ranks).copied().collect();
-            assert_close(found, &expected, &format!("{case:?}"));
-            assert_weights_close(weights, &after, 1e-4, &format!("{case:?}"));
+            assert_close(found, &expected, TORCH, format!("{case:?}"));
+            assert_close(weights, &after, absolute(1e-4), format!("{case:?}"));
         }
     }
 }
@@ -246,8 +247,8 @@ fn one_rank_receives_nothing_and_trains_as_plain_candle() {
                 Ok((losses, before, weights(&model)?))
             });
             let (losses, after) = expected(1, &all[0].1);
-            assert_close(&all[0].0, &losses, "losses");
-            assert_weights_close(&all[0].2, &after, 1e-5, "weights");
+            assert_close(&all[0].0, &losses, TORCH, "losses");
+            assert_close(&all[0].2, &after, absolute(1e-5), "weights");
         }
     }
 }
@@ -318,7 +319,7 @@ fn backwards_may_follow_several_forwards() {
                         assert_eq!(run(one_forward_one_backward), expected, "{what}");
                         assert_eq!(run(all_forwards_first), expected, "{what}");
                         let reversed = run(last_in_first_out);
-                        assert_weights_close(&reversed[0], &expected[0], 1e-4, &what);
+                        assert_close(&reversed[0], &expected[0], absolute(1e-4), &what);
                     }
                 }
             }

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use fsdp::engine::TrafficReport;
 use fsdp::optim::{OwnerFn, WholeParam};
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_close, relative};
 
 use crate::fixtures::{Dot, Dots, Two, config, dot, full, gradients, named, on_ranks, weights};
 
@@ -35,8 +36,8 @@ fn gradients_are_means_over_all_ranks_whatever_the_sizes() {
                         model.backward(&loss)?;
                         // The mean of 1, 3, 5, ..
                         assert_eq!(gradients(&model)?, named(&[("units.0.w", &[ranks as f32; 3])]));
-                        let norm = model.grad_norm()?;
-                        assert!((norm - ranks as f64 * 3f64.sqrt()).abs() < 1e-12, "{norm}");
+                        let expected = ranks as f64 * 3f64.sqrt();
+                        assert_close(&model.grad_norm()?, &expected, absolute(1e-12), "the norm");
                         optimizer.step(&mut model)?;
                     }
                     weights(&model)
@@ -235,7 +236,7 @@ fn owner_steps_and_averages_know_what_the_outer_ranks_have() {
                         })?;
                         // candle sums bf16 in bf16.
                         let tolerance = if precision == MixedPrecision::F32 { 1e-6 } else { 0.2 };
-                        assert!((seen + 200.0 * average).abs() <= seen.abs() * tolerance, "{seen} {average}");
+                        assert_close(&seen, &(-200.0 * average), relative(tolerance), average);
                         assert_eq!(weights(&model)?, expected(step));
                     }
                     Ok(())

@@ -8,6 +8,7 @@ use candle_core::{Device, Result, Tensor};
 use fsdp::memory::Category;
 use fsdp::optim::{OptimError, OwnerFn, WholeParam};
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_close, relative};
 
 use crate::fixtures::{Dot, Dots, config, dot, full, launcher, on_ranks, weights};
 
@@ -163,9 +164,7 @@ fn muon_follows_its_formula_in_f64() {
                 let g: Vec<f64> = wide(&gradient(step)[begin..begin + n]).iter().map(|g| 2.0 * g).collect();
                 reference.step(&g, if name.ends_with("square") { 0.0 } else { 0.25 });
             }
-            for (got, expected) in got.iter().zip(&reference.w) {
-                assert!((f64::from(*got) - expected).abs() < 1e-4, "{name}: {got} is not {expected}");
-            }
+            assert_close(&wide(got), &reference.w, absolute(1e-4), name);
         }
         begin += n;
     }
@@ -206,9 +205,7 @@ fn any_number_of_ranks_and_any_strategy_give_the_same_bits() {
                         continue;
                     }
                     // The norm is summed over other cuts.
-                    let pairs = got.iter().zip(&expected);
-                    let pairs = pairs.flat_map(|(got, expected)| got.1.iter().zip(&expected.1));
-                    pairs.for_each(|(got, expected)| assert!((got - expected).abs() < 1e-5));
+                    assert_close(&got, &expected, absolute(1e-5), format!("{strategy}, {ranks} ranks"));
                 }
             }
         }
@@ -385,14 +382,15 @@ fn after_muon(rows: usize, cols: usize, strategy: Strategy) -> [f32; 2] {
 fn muon_moves_a_tall_matrix_by_the_root_of_its_shape_further() {
     for (rows, cols, factor) in [(8, 2, 2.0), (27, 3, 3.0), (4, 4, 1.0)] {
         let [tall, wide] = after_muon(rows, cols, Strategy::OptimGradsParams);
-        assert!(wide < 0.0 && (tall / wide - factor).abs() < 1e-4, "{tall} {wide}, expected x {factor}");
+        assert!(wide < 0.0, "{wide}");
+        assert_close(&(tall / wide), &factor, relative(1e-4), format!("{rows} x {cols}"));
     }
 }
 
 #[test]
 fn muon_moves_alike_in_every_strategy_whatever_the_shape() {
     let first = after_muon(8, 2, Strategy::NoShard);
-    assert!((first[0] / first[1] - 2.0).abs() < 1e-4, "{first:?}");
+    assert_close(&(first[0] / first[1]), &2.0, relative(1e-4), "8 x 2");
     for strategy in Strategy::ALL {
         assert_eq!(after_muon(8, 2, strategy), first, "{strategy}");
     }

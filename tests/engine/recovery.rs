@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_each_close};
 
 use crate::fixtures::{config, full, gradients, on_ranks, weights};
 
@@ -157,10 +158,7 @@ fn fails_and_recovers(config: &FsdpConfig, in_backward: bool, left: usize) {
         let first = 1.0 - 0.25 * 1.5f32;
         let expected = first - 0.25 * 1.5 * first.powi(2 * UNITS as i32);
         for (name, values) in weights(&model)? {
-            assert!(
-                values.iter().all(|value| (value - expected).abs() < 1e-6),
-                "{name}: {values:?}, {expected}"
-            );
+            assert_each_close(&values, expected.into(), absolute(1e-6), name);
         }
         Ok(())
     });

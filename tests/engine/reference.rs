@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use fsdp::prelude::*;
+use fsdp_test_support::{Within, relative};
 
 /// Learning rate of both trainings; decay is off.
 pub const LEARNING_RATE: f64 = 1e-2;
@@ -147,25 +148,5 @@ pub fn train(
     Ok(losses)
 }
 
-/// PyTorch's tolerance of f32 for losses.
-#[track_caller]
-pub fn assert_close(found: &[f32], expected: &[f32], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let tolerance = 1e-5 + 1.3e-6 * expected.abs();
-        assert!((found - expected).abs() <= tolerance, "{what}, {index}: {found} instead of {expected}");
-    }
-}
-
-/// Weights after Adam may differ more where a gradient is all rounding; `tolerance` is absolute.
-#[track_caller]
-pub fn assert_weights_close(found: &Weights, expected: &Weights, tolerance: f32, what: &str) {
-    assert!(found.keys().eq(expected.keys()), "{what}");
-    for (name, (shape, values)) in found {
-        assert_eq!(*shape, expected[name].0, "{what}, {name}");
-        for (index, (found, expected)) in values.iter().zip(&expected[name].1).enumerate() {
-            let off = (found - expected).abs();
-            assert!(off <= tolerance, "{what}, {name}[{index}]: {found} instead of {expected}");
-        }
-    }
-}
+/// PyTorch's tolerance of f32.
+pub const TORCH: Within = relative(1.3e-6).plus(1e-5);

@@ -4,6 +4,7 @@
 use candle_core::{Device, Result, Tensor};
 use fsdp::prelude::*;
 use fsdp_models::ops::linear;
+use fsdp_test_support::{assert_close, relative};
 
 use crate::event_order::{events, lines};
 use crate::fixtures::{config, gradients, on_ranks, weights};
@@ -168,10 +169,8 @@ fn bucket_sizes_strategies_and_microbatches_train_alike() {
             for bucket_size in [None, Some(1), Some(5)] {
                 let got = run(4, outer, FsdpConfig { bucket_size, ..config(strategy) });
                 for weights in got {
-                    for ((name, got), (_, expected)) in weights.iter().zip(&expected) {
-                        let close = got.iter().zip(expected).all(|(a, b)| (a - b).abs() <= 1e-6 * b.abs());
-                        assert!(close, "{name}, {strategy}, {outer}, {bucket_size:?}: {got:?} {expected:?}");
-                    }
+                    let what = format!("{strategy}, {outer}, {bucket_size:?}");
+                    assert_close(&weights, &expected, relative(1e-6), what);
                 }
             }
         }

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 use fsdp::prelude::*;
+use fsdp_test_support::{assert_close, relative};
 
 use crate::fixtures::{config, dot, full, gradients, named, on_ranks, weights};
 
@@ -108,10 +109,7 @@ fn every_token_counts_the_same_over_ranks_microbatches_and_outer_ranks() {
                 }
                 let (name, values) = &gradients(&model)?[0];
                 assert_eq!(name, "units.0.w");
-                assert!(
-                    values.iter().all(|v| (v - sum / count).abs() < 1e-6 * v.abs()),
-                    "{values:?} {sum} {count}"
-                );
+                assert_close(values, &vec![sum / count; 4], relative(1e-6), format!("{sum} of {count}"));
                 let text =
                     model.forward(&vec![full(4, 1.0)]).and_then(|loss| model.backward_tokens(&loss, 1));
                 let text = text.unwrap_err().to_string();

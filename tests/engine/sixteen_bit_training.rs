@@ -3,9 +3,10 @@
 
 use candle_core::{DType, Tensor};
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_close, relative};
 
 use crate::fixtures::{config, dot, full, gradients, named, on_ranks};
-use crate::reference::{Layers, adam, assert_weights_close, rows, train, weights};
+use crate::reference::{Layers, adam, rows, train, weights};
 
 const STEPS: usize = 10;
 const WIDTHS: [usize; 3] = [7, 15, 3];
@@ -55,14 +56,12 @@ fn losses_and_weights_are_those_of_one_process() {
                         for (step, found) in found.iter().enumerate() {
                             let expected = losses[step * ranks + rank];
                             // The first loss has seen no optimizer, whose last bit may round a weight differently.
-                            let tolerance = if step == 0 { 0.0 } else { 1e-5 + tolerance * expected.abs() };
-                            assert!(
-                                (found - expected).abs() <= tolerance,
-                                "{what}, step {step}: {found} instead of {expected}"
-                            );
+                            let within =
+                                if step == 0 { absolute(0.0) } else { relative(tolerance).plus(1e-5) };
+                            assert_close(found, &expected, within, format!("{what}, step {step}"));
                         }
                         // Adam moves a weight by at most the learning rate a step, here or there.
-                        assert_weights_close(after, &expected, 2e-2, &what);
+                        assert_close(after, &expected, absolute(2e-2), &what);
                     }
                 }
             }

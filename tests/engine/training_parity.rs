@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor};
 use fsdp::prelude::*;
+use fsdp_test_support::{absolute, assert_close};
 
 use crate::fixtures::{Dot, config, full, gradients, launcher, named, on_ranks};
-use crate::reference::{self, Layer, Layers, adam, assert_close, assert_weights_close, rows, train, weights};
+use crate::reference::{self, Layer, Layers, TORCH, adam, rows, train, weights};
 
 const STEPS: usize = 10;
 
@@ -50,8 +51,8 @@ fn compare(ranks: usize, widths: &[usize], repeats: &[usize], config: &FsdpConfi
     let losses = train(repeats, &mut expected, ranks, &inputs).unwrap();
     for (rank, (found, _, after)) in trained.iter().enumerate() {
         let expected_losses: Vec<f32> = losses.iter().skip(rank).step_by(ranks).copied().collect();
-        assert_close(found, &expected_losses, &format!("{what}, losses of rank {rank}"));
-        assert_weights_close(after, &expected, 1e-4, &format!("{what}, weights of rank {rank}"));
+        assert_close(found, &expected_losses, TORCH, format!("{what}, losses of rank {rank}"));
+        assert_close(after, &expected, absolute(1e-4), format!("{what}, weights of rank {rank}"));
     }
 }
 
@@ -241,8 +242,8 @@ fn a_batch_cut_among_ranks_has_the_loss_and_the_gradients_of_the_whole() {
     for strategy in Strategy::ALL {
         for ranks in [2, 4, 8] {
             let (loss, gradients) = whole(ranks, strategy);
-            assert_close(&[loss], &[expected.0], "loss");
-            assert_close(&gradients, &expected.1, "gradients");
+            assert_close(&loss, &expected.0, TORCH, "loss");
+            assert_close(&gradients, &expected.1, TORCH, "gradients");
         }
     }
 }
@@ -313,8 +314,8 @@ fn a_model_may_have_several_forwards() {
     let (losses, after) = run(1, Strategy::NoShard);
     for strategy in Strategy::ALL {
         let found = run(2, strategy);
-        assert_close(&found.0, &losses, "losses");
-        assert_weights_close(&found.1, &after, 1e-5, "weights");
+        assert_close(&found.0, &losses, TORCH, "losses");
+        assert_close(&found.1, &after, absolute(1e-5), "weights");
     }
 }
 

@@ -5,6 +5,7 @@ use std::fs::File;
 use fsdp::files::TensorFile;
 use fsdp::prelude::*;
 use fsdp_models::trainer::TrainOptions;
+use fsdp_test_support::{absolute, assert_close, assert_distance, relative};
 use serde_json::Value;
 
 use crate::harness::{Run, Way, options, reference, run_reference};
@@ -23,21 +24,6 @@ fn curve(variant: &str) -> Curve {
     Curve { losses: series("losses"), grad_norms: series("grad_norms") }
 }
 
-fn largest(pairs: impl Iterator<Item = (f64, f64)>, difference: impl Fn(f64, f64) -> f64) -> f64 {
-    pairs.map(|(a, b)| difference(a, b)).fold(0.0, |largest, d| if d <= largest { largest } else { d })
-}
-
-/// Largest difference of two curves, NaN if there is one.
-fn distance(ours: &[f64], theirs: &[f64]) -> f64 {
-    assert_eq!(ours.len(), theirs.len());
-    largest(ours.iter().copied().zip(theirs.iter().copied()), |a, b| (a - b).abs())
-}
-
-fn relative_distance(ours: &[f64], theirs: &[f64]) -> f64 {
-    assert_eq!(ours.len(), theirs.len());
-    largest(ours.iter().copied().zip(theirs.iter().copied()), |a, b| (a / b - 1.0).abs())
-}
-
 fn tensor(file: &TensorFile, name: &str) -> Vec<f32> {
     let elements = file.shape(name).unwrap_or_else(|| panic!("no {name}")).iter().product();
     let mut values = vec![0.0; elements];
@@ -45,20 +31,11 @@ fn tensor(file: &TensorFile, name: &str) -> Vec<f32> {
     values
 }
 
-/// `|a - b| / |b|`, in f64.
-fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
-    let difference = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    difference / norm(&mut b.iter().map(|b| f64::from(*b)))
-}
-
 /// Every tensor of `theirs` is in `ours`, within `tolerance`.
 fn assert_tensors(way: &dyn std::fmt::Debug, ours: &TensorFile, theirs: &str, tolerance: f64) {
     let theirs = TensorFile::open(&reference(theirs)).unwrap();
     for name in theirs.names() {
-        let distance = relative_l2(&tensor(ours, name), &tensor(&theirs, name));
-        assert!(distance <= tolerance, "{way:?}: {name} is off by {distance:e}");
+        assert_distance(&tensor(ours, name), &tensor(&theirs, name), tolerance, format!("{way:?}: {name}"));
     }
 }
 
@@ -77,8 +54,7 @@ fn assert_samples(
         let values = tensor(ours, name);
         let count = values.len().min(64);
         let ours: Vec<f32> = (0..count).map(|i| values[i * values.len() / count]).collect();
-        let distance = relative_l2(&ours, &theirs);
-        assert!(distance <= tolerance, "{way:?}: {kind} of {name} is off by {distance:e}");
+        assert_distance(&ours, &theirs, tolerance, format!("{way:?}: {kind} of {name}"));
         compared += 1;
     }
     assert_eq!(compared, ours.names().count());
@@ -94,13 +70,11 @@ fn assert_as_reference(way: Way, tied: bool, steps: usize) {
         // There is no tied run in f64. PyTorch's own curves in f32 and f64 differ by 2e-6.
         true => ("single_tied_f32", "single_tied_f32"),
     };
-    let first = (losses[0] - curve(single).losses[0]).abs();
-    assert!(first <= 1e-6, "{way:?}: the first loss is off by {first:e}");
+    let what = |of: &str| format!("{way:?}: {of}");
+    assert_close(&losses[0], &curve(single).losses[0], absolute(1e-6), what("the first loss"));
     let truth = curve(truth);
-    let loss = distance(losses, &truth.losses[..steps]);
-    assert!(loss <= 1e-5, "{way:?}: losses are off by {loss:e}");
-    let norm = relative_distance(grad_norms, &truth.grad_norms[..steps]);
-    assert!(norm <= 1e-4, "{way:?}: gradient norms are off by {norm:e}");
+    assert_close(&losses[..], &truth.losses[..steps], absolute(1e-5), what("losses"));
+    assert_close(&grad_norms[..], &truth.grad_norms[..steps], relative(1e-4), what("gradient norms"));
 
     let samples = TensorFile::open(&reference(&format!("{single}.samples.safetensors"))).unwrap();
     assert_tensors(&way, gradients, &format!("{single}.grads1.safetensors"), 5e-6);
@@ -165,9 +139,7 @@ fn bf16_parameters_with_f32_reduction() {
     for strategy in [Strategy::NoShard, Strategy::OptimGradsParams] {
         let fsdp = FsdpConfig { strategy, precision: MixedPrecision::BF16, ..FsdpConfig::default() };
         let Run { losses, .. } = run_reference(2, &TrainOptions { fsdp, ..options(false) });
-        let first = (losses[0] - theirs.losses[0]).abs();
-        assert!(first <= 1e-3, "{strategy}: the first loss is off by {first:e}");
-        let loss = distance(&losses, &theirs.losses);
-        assert!(loss <= 1e-2, "{strategy}: losses are off by {loss:e}");
+        assert_close(&losses[0], &theirs.losses[0], absolute(1e-3), format!("{strategy}: the first loss"));
+        assert_close(&losses, &theirs.losses, absolute(1e-2), format!("{strategy}: losses"));
     }
 }

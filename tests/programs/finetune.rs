@@ -12,6 +12,7 @@ use fsdp::files::TensorFile;
 use fsdp::prelude::*;
 use fsdp_models::pretrained::{SaveOptions, save_pretrained};
 use fsdp_models::{Llama, LlamaConfig, Tokenizer};
+use fsdp_test_support::{absolute, assert_close};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -99,13 +100,6 @@ fn message(output: &Output) -> String {
     error[error.find("error: ").unwrap()..].to_owned()
 }
 
-fn close(ours: &[f64], theirs: &[f64], tolerance: f64) {
-    assert_eq!(ours.len(), theirs.len());
-    for (step, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
-        assert!((ours - theirs).abs() < tolerance, "step {step}: {ours} {theirs}");
-    }
-}
-
 fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
@@ -159,8 +153,8 @@ fn all_weights_can_be_trained_in_any_dtype() {
     }
     let plain = place.losses("f32");
     assert!(plain[11] < plain[0] - 0.3, "{plain:?}");
-    close(&place.losses("bf16"), &plain, 0.1);
-    close(&place.losses("f16"), &plain, 0.05);
+    assert_close(&place.losses("bf16"), &plain, absolute(0.1), "bf16");
+    assert_close(&place.losses("f16"), &plain, absolute(0.05), "f16");
 }
 
 /// Starts a run and kills it when it is in its middle.
@@ -211,7 +205,8 @@ fn a_killed_run_goes_on_as_if_it_had_not_been() {
         let on = ["--checkpoints", &copy, "--resume", "--ranks", "3", "--metrics", other];
         place.finetune(&[&options[..], &on].concat());
         // A rank's mean is over its own samples, so that in f16 other steps may overflow and be skipped.
-        close(&place.losses(other), &place.losses(whole), if options.contains(&"f16") { 0.2 } else { 2e-4 });
+        let tolerance = if options.contains(&"f16") { 0.2 } else { 2e-4 };
+        assert_close(&place.losses(other), &place.losses(whole), absolute(tolerance), format!("{options:?}"));
     }
 }
 

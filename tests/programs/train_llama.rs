@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use fsdp::files::{TensorFile, save_f32};
+use fsdp_test_support::{absolute, assert_close};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -161,9 +162,7 @@ fn saved_weights_are_where_training_goes_on() {
     let losses = |name| -> Vec<f64> {
         place.metrics(name).0.iter().map(|step| step["loss"].as_f64().unwrap()).collect()
     };
-    for (a, b) in losses("a").into_iter().zip(losses("b")) {
-        assert!((a - b).abs() < 1e-6, "{a} {b}");
-    }
+    assert_close(&losses("b"), &losses("a"), absolute(1e-6), "losses");
 }
 
 #[test]
@@ -210,9 +209,8 @@ fn a_run_goes_on_from_its_checkpoints_to_the_bit_and_on_other_ranks_nearly() {
         let rest = ["--steps", "12", "--resume", "--metrics", again];
         let said = train(&[&options[..], &rest, &other].concat());
         assert!(said.contains("going on after step 6, from"), "{said}");
-        for (ours, theirs) in losses(again).into_iter().zip(losses(whole)) {
-            assert!((ours - theirs).abs() < if dtype == "f32" { 1e-5 } else { 2e-2 }, "{ours} {theirs}");
-        }
+        let tolerance = if dtype == "f32" { 1e-5 } else { 2e-2 };
+        assert_close(&losses(again), &losses(whole), absolute(tolerance), dtype);
     }
     let message = place.refusal(&["--checkpoints", "run-f32"]);
     assert!(message.contains("has checkpoints of a run already"), "{message}");
@@ -232,9 +230,7 @@ fn replicas_and_half_precision_train_to_about_the_same_losses() {
     let replicas = ["--ranks", "4", "--outer-ranks", "2", "--outer-strategy", "optim"];
     let half = ["--ranks", "4", "--outer-ranks", "2", "--param-dtype", "f16", "--reshard-after-forward", "2"];
     for (name, options, tolerance) in [("replicas", &replicas[..], 1e-5), ("half", &half[..], 0.05)] {
-        for (ours, theirs) in losses(name, options).into_iter().zip(&plain) {
-            assert!((ours - theirs).abs() < tolerance, "{name}: {ours} {theirs}");
-        }
+        assert_close(&losses(name, options), &plain, absolute(tolerance), name);
     }
     let message = place.refusal(&["--ranks", "4", "--outer-ranks", "3"]);
     assert!(message.contains("4 ranks cannot be 3 replicas"), "{message}");

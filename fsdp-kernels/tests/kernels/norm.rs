@@ -1,10 +1,12 @@
 use fsdp_kernels::{ClipScaleArgs, Dtype, SquaredNormArgs, SumArgs, clip_scale, squared_norm, sum_f64};
+use fsdp_test_support::{assert_close, relative};
 
 use crate::device::{Buffer, Device, on_every_grid};
 use crate::number::{LENGTHS, values, wide};
 
+#[track_caller]
 fn close(got: f64, want: f64) {
-    assert!((got - want).abs() <= 1e-13 * want.abs(), "{got} is not {want}");
+    assert_close(&got, &want, relative(1e-13), "a sum");
 }
 
 fn partials(device: Device, dtype: Dtype, input: &[f32], offset: usize) -> Vec<f64> {

@@ -1,6 +1,7 @@
 //! Deterministic values, and the comparison of an op with its reference.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use fsdp_test_support::distance_with_least;
 
 /// Values of a fixed sequence, uniform in -1..1, in f32.
 pub fn values(seed: u64, dims: &[usize]) -> Tensor {
@@ -36,10 +37,7 @@ pub fn bits(tensor: &Tensor) -> Vec<u32> {
 /// what cancels among them (the gradient of the only score of a row) is exact only to their rounding.
 pub fn distance(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.dims(), b.dims());
-    let (a, b) = (flat(a), flat(b));
-    let difference: f64 = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum();
-    let norm: f64 = b.iter().map(|b| b * b).sum();
-    (difference / norm.max(1.0)).sqrt()
+    distance_with_least(&flat(a), &flat(b), 1.0)
 }
 
 /// A variable with these values.
@@ -76,6 +74,7 @@ pub fn compare(
     let (exact_y, exact_grads) = with_gradients(&exact, reference).unwrap();
     let error = distance(&y, &exact_y);
     assert!(error <= tolerance, "{what} {dtype:?}: result off by {error:e}");
+    assert_eq!(grads.len(), exact_grads.len(), "{what}");
     for (index, (grad, exact)) in grads.iter().zip(&exact_grads).enumerate() {
         assert_eq!(grad.dtype(), dtype, "{what}: gradient {index}");
         let error = distance(grad, exact);

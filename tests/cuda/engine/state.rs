@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 use fsdp::checkpoint::{Checkpoints, Contents, Restore};
 use fsdp::prelude::*;
+use fsdp_test_support::{assert_close, relative};
 
 use super::{Model, batch};
 use crate::support::{On, in_schedules};
@@ -22,15 +23,6 @@ fn weights<M>(model: &Fsdp<M>) -> fsdp::Result<Weights> {
     Ok(weights)
 }
 
-fn close(found: &Weights, expected: &Weights, what: &str) {
-    for ((name, found), expected) in found.iter().zip(expected.values()) {
-        for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
-            let error = (found - expected).abs() / expected.abs().max(0.1);
-            assert!(error <= 1e-4, "{what}, {name}[{i}]: {found}, on the CPU {expected}");
-        }
-    }
-}
-
 /// Runs on two ranks of the CPU, then on the device in all schedules, and compares what rank 0 returns.
 fn same_as_on_the_cpu(what: &str, run: impl Fn(On, &launch::World) -> fsdp::Result<Weights> + Sync) {
     let on = |on: On| {
@@ -38,7 +30,10 @@ fn same_as_on_the_cpu(what: &str, run: impl Fn(On, &launch::World) -> fsdp::Resu
         outcome.unwrap_or_else(|error| panic!("{what}, {on:?}: {error}")).swap_remove(0)
     };
     let expected = on(On::Cpu);
-    in_schedules(1, |schedule| close(&on(On::OneDevice), &expected, &format!("{what}, {schedule}")));
+    in_schedules(1, |schedule| {
+        let within = relative(1e-4).plus(1e-5);
+        assert_close(&on(On::OneDevice), &expected, within, format!("{what}, {schedule}"));
+    });
 }
 
 fn sharded(on: On, world: &launch::World, config: &FsdpConfig) -> fsdp::Result<Fsdp<Model>> {

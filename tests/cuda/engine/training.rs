@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::Tensor;
 use fsdp::prelude::*;
+use fsdp_test_support::{assert_close, relative};
 
 use super::{Model, batch};
 use crate::support::{On, in_schedules};
@@ -62,29 +63,16 @@ fn train(on: On, run: Run, config: &FsdpConfig) -> Vec<Seen> {
     outcome.unwrap_or_else(|error| panic!("{on:?}: {error}"))
 }
 
-fn close(found: f64, expected: f64, tolerance: f64, what: &str) {
-    let error = (found - expected).abs() / expected.abs().max(0.1);
-    assert!(error <= tolerance, "{what}: {found}, on the CPU {expected}");
-}
-
 fn compare(on: On, run: Run, config: &FsdpConfig, tolerance: f64, what: &str) {
     let expected = train(On::Cpu, run, config);
     in_schedules(1, |schedule| {
         let found = train(on, run, config);
         for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
             let what = format!("{what}, {on:?}, {schedule}, rank {rank}");
-            assert_eq!(found.losses.len(), expected.losses.len(), "{what}");
-            for (i, (&found, &expected)) in found.losses.iter().zip(&expected.losses).enumerate() {
-                close(found.into(), expected.into(), tolerance, &format!("{what}, loss {i}"));
-            }
-            for (i, (&found, &expected)) in found.norms.iter().zip(&expected.norms).enumerate() {
-                close(found, expected, tolerance, &format!("{what}, norm {i}"));
-            }
-            for ((name, found), expected) in found.weights.iter().zip(expected.weights.values()) {
-                for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-                    close(found.into(), expected.into(), tolerance, &format!("{what}, {name}[{i}]"));
-                }
-            }
+            let within = relative(tolerance).plus(0.1 * tolerance);
+            assert_close(&found.losses, &expected.losses, within, format!("{what}, losses"));
+            assert_close(&found.norms, &expected.norms, within, format!("{what}, norms"));
+            assert_close(&found.weights, &expected.weights, within, format!("{what}, weights"));
         }
     });
 }

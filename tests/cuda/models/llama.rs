@@ -10,6 +10,7 @@ use fsdp_models::generate::{Sampling, generate};
 use fsdp_models::lora::LoraConfig;
 use fsdp_models::trainer::{Outputs, TrainDevice, TrainOptions, shard, train};
 use fsdp_models::{Llama, LlamaConfig, Result};
+use fsdp_test_support::{assert_close, assert_distance_with_least, relative};
 
 use crate::support::{On, in_schedules};
 
@@ -109,20 +110,11 @@ fn run(on: On, ranks: usize, run: &Run) -> Vec<Seen> {
     outcome.unwrap_or_else(|error| panic!("{on:?}: {error}"))
 }
 
-/// `|a - b| / |b|`.
-fn distance(a: &[f32], b: &[f32]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-    let norm: f64 = b.iter().map(|b| f64::from(b * b)).sum();
-    (difference / norm.max(1e-12)).sqrt()
-}
-
 #[track_caller]
 fn assert_near(what: &str, found: &Values, expected: &Values, tolerance: f64) {
     assert!(found.keys().eq(expected.keys()), "{what}: other parameters");
     for (name, expected) in expected {
-        let error = distance(&found[name], expected);
-        assert!(error <= tolerance, "{what} of {name}: off by {error:e}");
+        assert_distance_with_least(&found[name], expected, 1e-6, tolerance, format!("{what} of {name}"));
     }
 }
 
@@ -133,8 +125,7 @@ fn compare(case: &Run, tolerance: f64) {
         in_schedules(0, |schedule| {
             for (rank, (found, expected)) in run(on, ranks, case).iter().zip(&expected).enumerate() {
                 let what = format!("{on:?}, {schedule}, rank {rank} of {ranks}");
-                let error = distance(&found.losses, &expected.losses);
-                assert!(error <= tolerance, "{what}: losses {:?}, not {:?}", found.losses, expected.losses);
+                assert_close(&found.losses, &expected.losses, relative(tolerance), format!("{what}: losses"));
                 assert_near(
                     &format!("{what}: gradient"),
                     &found.gradients,
@@ -231,12 +222,8 @@ fn the_trainer_takes_a_device() {
     for (param, tolerance) in [(Dtype::F32, 1e-5), (Dtype::F16, 1e-3)] {
         let expected = losses(TrainDevice::Cpu, param);
         in_schedules(0, |schedule| {
-            for (found, expected) in losses(TrainDevice::Cuda, param).into_iter().zip(&expected) {
-                assert!(
-                    (found - expected).abs() <= tolerance * expected,
-                    "{schedule}: {found}, not {expected}"
-                );
-            }
+            let found = losses(TrainDevice::Cuda, param);
+            assert_close(&found, &expected, relative(tolerance), schedule);
         });
     }
 }

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use fsdp::GradSink;
 use fsdp::spec::Dtype;
 use fsdp_models::ops;
+use fsdp_test_support::assert_distance_with_least;
 
 use crate::support::in_schedules;
 
@@ -26,14 +27,6 @@ fn values(seed: usize, shape: &[usize]) -> Tensor {
 fn flat(tensor: &Tensor) -> Vec<f64> {
     let tensor = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
     tensor.flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// `|a - b|`, relative to `|b|` or to 1, whichever is larger.
-fn distance(a: &[f64], b: &[f64]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum();
-    let norm: f64 = b.iter().map(|b| b * b).sum();
-    (difference / norm.max(1.0)).sqrt()
 }
 
 /// Result and gradients, after one backward and after two.
@@ -95,8 +88,7 @@ fn run(
 }
 
 fn assert_near(what: &str, tolerance: f64, got: &[f64], expected: &[f64]) {
-    let error = distance(got, expected);
-    assert!(error <= tolerance, "{what}: off by {error:e}");
+    assert_distance_with_least(got, expected, 1.0, tolerance, what);
 }
 
 /// Compares on both devices, in all dtypes; `weights` are the arguments that have a sink.

@@ -10,6 +10,7 @@ use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_support::{Within, assert_close, relative};
 use half::{bf16, f16};
 
 use super::world::{Outcome, Rank, is_real, run, run_on_one_device, tag, values};
@@ -60,12 +61,7 @@ fn rounded(dtype: Dtype, value: f32) -> f32 {
 }
 
 /// NCCL divides for an average.
-fn assert_close(got: &[f32], expected: &[f32], what: &str) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!((got - expected).abs() <= 1e-6 * expected.abs(), "{what}: {got} at {i}, expected {expected}");
-    }
-}
+const OF_AVERAGES: Within = relative(1e-6);
 
 #[test]
 fn an_all_gather_gives_all_shares() {
@@ -171,7 +167,7 @@ fn a_reduce_scatter_gives_each_rank_its_share_of_the_sum() {
                     rounded(way.recv, old + way.scale * sum[i])
                 };
                 let expected: Vec<f32> = (index * LEN..(index + 1) * LEN).map(expected).collect();
-                assert_close(part, &expected, &format!("rank {index} of {ranks}, {way:?}"));
+                assert_close(part, &expected, OF_AVERAGES, format!("rank {index} of {ranks}, {way:?}"));
             }
         }
     });
@@ -197,7 +193,7 @@ fn an_all_reduce_gives_all_ranks_the_sum() {
         for all in reduced {
             for (data, (dtype, scale)) in all.iter().zip(parts(ranks)) {
                 let expected: Vec<f32> = sum(ranks, 7).iter().map(|x| rounded(dtype, scale * x)).collect();
-                assert_close(data, &expected, &format!("{ranks} ranks, {dtype}, scale {scale}"));
+                assert_close(data, &expected, OF_AVERAGES, format!("{ranks} ranks, {dtype}, scale {scale}"));
             }
         }
     });
