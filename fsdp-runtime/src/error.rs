@@ -17,6 +17,14 @@ pub enum Error {
     /// candle refused an operation.
     #[error("{0}")]
     Tensor(Arc<candle_core::Error>),
+    /// candle refused an operation on a parameter that is resharded. Its own error names no more than a dtype, `F4`.
+    #[error("{error}. {advice}")]
+    Resharded {
+        /// candle's error.
+        error: Arc<candle_core::Error>,
+        /// Which parameters it may be, and what to do.
+        advice: String,
+    },
     /// The parameters cannot be laid out.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -85,12 +93,6 @@ pub enum Error {
 
 /// Result of the runtime's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-impl From<candle_core::Error> for Error {
-    fn from(error: candle_core::Error) -> Self {
-        Error::Tensor(Arc::new(error))
-    }
-}
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {

@@ -226,3 +226,90 @@ fn an_op_on_a_resharded_parameter_says_which_it_is_and_where_it_may_be_read() {
         }
     }
 }
+
+fn assert_says(error: &fsdp::Error, parts: &[&str]) {
+    assert!(matches!(error, fsdp::Error::Resharded { .. }), "{error:?}");
+    for part in parts {
+        assert!(error.to_string().contains(part), "`{part}` is not in: {error}");
+    }
+}
+
+#[test]
+fn an_op_outside_of_all_forwards_says_which_parameters_are_resharded() {
+    type Op = fn(&Tensor) -> Result<Tensor>;
+    let ops: [Op; 5] = [
+        |kept| kept.sqr(),
+        |kept| kept + kept,
+        |kept| kept.matmul(&full(16, 1.0).reshape((4, 4))?),
+        |kept| Tensor::new(kept.to_vec2::<f32>()?, &Device::Cpu),
+        |kept| kept.to_dtype(DType::BF16),
+    ];
+    for strategy in STRATEGIES {
+        on_ranks(2, |world| {
+            let kept = Kept::default();
+            let model = Pair {
+                a: Unit::new(Keeper { w: Param::new((4, 4)), kept: kept.clone() }),
+                b: Unit::new(User { w: Param::new((4, 4)), kept: kept.clone(), op: |x, _| Ok(x.clone()) }),
+            };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let loss: Tensor = model.forward(&full(16, 1.0).reshape((4, 4))?)?;
+            let kept = kept.lock().unwrap().clone().unwrap();
+            for after_backward in [false, true] {
+                if after_backward {
+                    model.backward(&loss)?;
+                }
+                for op in ops {
+                    let error = fsdp::Error::from(op(&kept).unwrap_err());
+                    let parts = [
+                        "`a.w` of unit `a`",
+                        "Param::tensor(scope)",
+                        "visit_weights",
+                        "`model.backward(&loss)`",
+                    ];
+                    assert_says(&error, &parts);
+                    // What goes through candle's own error and back says it once.
+                    let again = fsdp::Error::from(candle_core::Error::from(error)).to_string();
+                    assert_eq!(again.matches("Resharded now").count(), 1, "{again}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_backward_of_candles_after_the_models_own_says_what_to_write() {
+    for strategy in STRATEGIES {
+        on_ranks(2, |world| {
+            let (model, _) = root();
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let loss: Tensor = model.forward(&full(64, 2.0))?;
+            model.backward(&loss)?;
+            let error = fsdp::Error::from(loss.backward().map(drop).unwrap_err());
+            let parts = [
+                "`w` of unit `(root)`",
+                "`backward_step`",
+                "`model.backward(&loss)` once",
+                "`optimizer.step(&mut",
+            ];
+            assert_says(&error, &parts);
+            // It has done no harm.
+            optimizer.step(&mut model)?;
+            assert_eq!(first_weight(&model), -1.0);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn an_error_that_has_nothing_to_do_with_parameters_is_left_alone() {
+    on_ranks(1, |world| {
+        let (model, _) = root();
+        let model = model.fully_shard(&world.data_parallel_mesh())?;
+        let loss: Tensor = model.forward(&full(64, 2.0))?;
+        let error = fsdp::Error::from(loss.reshape((2, 2)).unwrap_err());
+        assert!(matches!(error, fsdp::Error::Tensor(_)), "{error:?}");
+        Ok(())
+    });
+}

@@ -333,6 +333,7 @@ impl Engine {
 
     /// A forward of the whole model begins.
     pub(crate) fn begin_forward(self: &Arc<Self>) -> Result<UnitGuard> {
+        self.note_thread();
         {
             let mut state = self.state.lock();
             state.check_intact()?;

@@ -3,11 +3,9 @@
 //! A weight that was changed in place stays refused, whatever the strategy, until the weights are loaded. A tensor whose
 //! storage is guarded keeps its memory, and its unit is stuck, until the guard is gone.
 
-use std::sync::atomic::Ordering;
-
 use super::core::{Engine, State};
 use crate::error::{Error, Result};
-use crate::memory::{Fault, TOMBSTONE};
+use crate::memory::Fault;
 use crate::spec::ParamSpec;
 
 /// What a program has done to the tensor of a parameter.
@@ -90,29 +88,5 @@ impl Engine {
         if state.units.iter().all(|unit| !unit.stuck) {
             state.spoilt = state.spoilt.take().filter(|spoilt| spoilt.changed);
         }
-    }
-
-    /// Words for an error of candle's that names the dtype of tombstones: what it is, and whose tensor it may be.
-    pub(super) fn resharded_parameters(&self) -> String {
-        const LISTED: usize = 8;
-        let state = self.state.lock();
-        let candidates: Vec<String> = self
-            .slots
-            .iter()
-            .zip(&self.layout.params)
-            .filter(|(slot, spec)| slot.read.load(Ordering::Relaxed) && state.units[spec.key.unit].users == 0)
-            .map(|(_, spec)| format!("`{}` of unit `{}`", spec.name, self.unit_name(spec.key.unit)))
-            .collect();
-        let listed = candidates[..candidates.len().min(LISTED)].join(", ");
-        let more = match candidates.len().saturating_sub(LISTED) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        format!(
-            "{TOMBSTONE:?} is the dtype of a parameter that is resharded: its values are there from `Param::tensor` to the end \
-             of its unit's forward. Resharded now, and read before, are {listed}{more}. Call `Param::tensor(scope)` in \
-             each forward instead of keeping its result; what is to outlive the forward can be copied \
-             (`tensor.detach().copy()`); outside of forwards there are `visit_weights` and `with_full_params`"
-        )
     }
 }

@@ -32,6 +32,7 @@ mod param;
 mod param_groups;
 mod replicas;
 mod report;
+mod resharded;
 mod root_parts;
 mod scope;
 mod settings;

@@ -149,7 +149,9 @@ impl Param {
     /// The parameter's values, whole, in the unit's compute dtype.
     ///
     /// The tensor is valid until the scope ends. A copy of the handle that is kept beyond it answers every op
-    /// with an error once the unit is resharded: one of candle's that names the dtype `F4`, which nothing else has.
+    /// with an error once the unit is resharded: one of candle's that names the dtype `F4`, which nothing else has. Made one
+    /// of the runtime's, by `?` in a function that returns its [`Result`] or by `Error::from`, it says which
+    /// parameters are resharded and what to do ([`Error::Resharded`]).
     /// It is to be read only: an in-place op on it, or a guard of its storage that outlives the scope, is an error of the
     /// forward or the backward that it is done in, and of all that comes later until the weights are loaded, or the guard is
     /// dropped and [`reset_step`](super::Fsdp::reset_step) called.
