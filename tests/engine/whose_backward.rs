@@ -59,6 +59,78 @@ fn where_all_is_in_the_root_the_step_says_what_to_write() {
 }
 
 #[test]
+fn candles_own_backward_of_one_microbatch_among_others_is_counted_and_refused_if_so_said() {
+    for strategy in Strategy::ALL {
+        for strict_gradients in [false, true] {
+            on_ranks(2, |world| {
+                let config = FsdpConfig { strict_gradients, ..config(strategy) };
+                let mut model = root_only().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut optimizer = model.optimizer(sgd())?;
+                for step in 1..=2 {
+                    model.set_is_last_microbatch(false);
+                    let first: Tensor = model.forward(&full(3, 2.0))?;
+                    model.backward(&first)?;
+                    assert_eq!(model.forwards_without_backward(), 0);
+                    model.set_is_last_microbatch(true);
+                    // Forwards of two microbatches may come before their backwards.
+                    let [forgotten, last] = [4.0, 1.0].map(|x| model.forward::<_, Tensor>(&full(3, x)));
+                    forgotten?.backward()?;
+                    model.backward(&last?)?;
+                    assert_eq!(model.forwards_without_backward(), 1);
+                    let stepped = optimizer.step(&mut model);
+                    if strict_gradients {
+                        let error = stepped.unwrap_err().to_string();
+                        let said = [
+                            "1 training forward of model `Dot` was",
+                            "`model.backward(&loss)`",
+                            "`model.evaluate",
+                        ];
+                        assert_says(&error, &said);
+                        model.reset_step()?;
+                        let loss: Tensor = model.forward(&full(3, 3.0))?;
+                        model.backward(&loss)?;
+                        optimizer.step(&mut model)?;
+                    } else {
+                        stepped?;
+                    }
+                    assert_eq!(model.forwards_without_backward(), 0);
+                    let expected = [-3.0 * step as f32; 3];
+                    assert_eq!(
+                        weights(&model)?,
+                        named(&[("w", &expected)]),
+                        "{strategy}, {strict_gradients}"
+                    );
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn forwards_that_ran_units_or_were_evaluations_are_not_missed() {
+    on_ranks(2, |world| {
+        let config = FsdpConfig { strict_gradients: true, ..config(Strategy::default()) };
+        let mut model = Two::zeros(3).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let mut optimizer = model.optimizer(sgd())?;
+        // A loss that is thrown away, and one of two forwards.
+        let _: Tensor = model.forward(&(true, true, full(3, 9.0)))?;
+        let both = [1.0, 2.0].map(|x| model.forward::<_, Tensor>(&(true, true, full(3, x))));
+        let [first, second] = both;
+        model.backward(&(first? + second?)?)?;
+        optimizer.step(&mut model)?;
+        assert_eq!(weights(&model)?[0].1, [-3.0; 3]);
+        let mut root = root_only().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        let mut optimizer = root.optimizer(sgd())?;
+        let loss: Tensor = root.forward(&full(3, 2.0))?;
+        let _: Tensor = root.evaluate(&full(3, 2.0))?;
+        root.backward(&loss)?;
+        optimizer.step(&mut root)?;
+        Ok(())
+    });
+}
+
+#[test]
 fn a_loss_of_another_model_is_refused_with_the_names_of_both() {
     on_ranks(2, |world| {
         let mesh = world.data_parallel_mesh();

@@ -51,7 +51,7 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
     /// # Errors
     /// As for [`Fsdp::backward`] and [`ShardedOptimizer::step`], and if the model was sharded without
     /// `step_in_backward` or the microbatch is not the last of its step. After an error of the backward the
-    /// weights may be partly changed; if only gradients are missing (`strict_gradients`) the step is taken.
+    /// weights may be partly changed; if only gradients or backwards are missing (`strict_gradients`) the step is taken.
     pub fn backward_and_step<M>(&mut self, model: &mut Fsdp<M>, loss: &Tensor) -> Result<()> {
         let engine = model.engine().clone();
         if !engine.config.step_in_backward {
@@ -93,7 +93,8 @@ impl<O: Optimizer + Clone + 'static> ShardedOptimizer<O> {
         outcome?;
         self.count_step();
         // The weights have changed: the step ends, whatever is reported of it.
-        let reported = if first { engine.report_missing_gradients() } else { Ok(()) };
+        let missing = if first { engine.report_missing_gradients() } else { Ok(()) };
+        let reported = missing.and(engine.report_unitless_forwards());
         let due = DueStep::new(&engine, at, span);
         self.count_units(&due);
         self.note(&due);

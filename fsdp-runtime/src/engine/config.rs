@@ -96,8 +96,9 @@ pub struct FsdpConfig {
     pub check_finite: bool,
     /// What is done with gradients that are infinite or NaN.
     pub non_finite: NonFinite,
-    /// Fail the first optimizer step if a trainable parameter got no gradient on any rank; otherwise it is
-    /// only [reported](super::Fsdp::parameters_without_gradient).
+    /// Fail the first optimizer step if a trainable parameter got no gradient on any rank, and any step before which a
+    /// training forward had [no backward](super::Fsdp::forwards_without_backward); otherwise they are only reported
+    /// ([parameters](super::Fsdp::parameters_without_gradient)).
     pub strict_gradients: bool,
     /// Fill buffers with NaN when they are returned, so that a late reader is noticed; and look at every element of a
     /// unit's weights before and after each of its uses, so that a program which changes them in place gets an error. Without

@@ -102,11 +102,15 @@ pub(crate) struct State {
     /// Times that units were made whole.
     entered: u64,
     /// Counts changes of the weights: a backward must see those of its forward.
-    weights_version: u64,
+    pub(super) weights_version: u64,
     /// The version the pending forwards saw, if there are any.
-    forward_version: Option<u64>,
+    pub(super) forward_version: Option<u64>,
     /// Training forwards that saw it and whose backward may be to come.
     pending_forwards: usize,
+    /// Those of them that ran no unit: nothing but its count says whether such a forward has had its backward.
+    pub(super) unitless_forwards: usize,
+    /// The program was told of them.
+    pub(super) told_of_forwards: bool,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
@@ -225,6 +229,8 @@ impl Engine {
             weights_version: 0,
             forward_version: None,
             pending_forwards: 0,
+            unitless_forwards: 0,
+            told_of_forwards: false,
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
             expectations: 0,
@@ -364,15 +370,17 @@ impl Engine {
         {
             let mut state = self.state.lock();
             state.training = TrainingState::Idle;
+            let unitless = state.gather.forward_order.is_at_start();
             if complete {
                 state.gather.forward_order.end();
             }
             if training && complete {
                 let version = state.weights_version;
                 if state.forward_version.replace(version) != Some(version) {
-                    state.pending_forwards = 0;
+                    (state.pending_forwards, state.unitless_forwards) = (0, 0);
                 }
                 state.pending_forwards += 1;
+                state.unitless_forwards += usize::from(unitless);
                 // Only of a forward that counts: others leave the random numbers as they were.
                 state.forwards += 1;
                 state.first_sample = None;
@@ -526,6 +534,9 @@ impl Engine {
         state.training = TrainingState::Idle;
         state.had_backward = true;
         state.pending_forwards -= 1;
+        if !state.reached {
+            state.unitless_forwards = state.unitless_forwards.saturating_sub(1);
+        }
         if state.pending_forwards == 0 {
             state.forward_version = None;
         }
@@ -559,7 +570,7 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         (state.unit_step, state.lent) = (None, false);
-        (state.forward_version, state.pending_forwards) = (None, 0);
+        (state.forward_version, state.pending_forwards, state.unitless_forwards) = (None, 0, 0);
         // The state remembers an error.
         let _ = self.release_root(state);
         self.take_back_stuck(state);

@@ -236,6 +236,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.check(engine)?;
         backward_step::refuse(engine, "a step after it")?;
         engine.check_has_backward()?;
+        engine.report_unitless_forwards()?;
         engine.finish_grad_sync()?;
         if self.is_new() {
             self.agree(engine, more)?;

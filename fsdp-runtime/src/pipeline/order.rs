@@ -24,6 +24,11 @@ impl Order {
         self.seen.push(unit);
     }
 
+    /// No unit has run in the pass so far.
+    pub(crate) fn is_at_start(&self) -> bool {
+        self.seen.is_empty()
+    }
+
     /// The pass is over; the next one is expected to be like it.
     pub(crate) fn end(&mut self) {
         if self.learnt != self.seen {
