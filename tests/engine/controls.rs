@@ -66,6 +66,29 @@ fn gradients_are_scaled_as_they_are_and_later_ones_are_not() {
 }
 
 #[test]
+fn a_backward_after_a_call_that_has_reduced_says_which_calls_reduce() {
+    for strategy in [Strategy::NoShard, Strategy::Optim] {
+        on_ranks(2, |world| {
+            let mut model = dot(4).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let guard = model.no_sync();
+            backward(&model, 4, 1.0)?;
+            drop(guard);
+            model.scale_gradients(2.0)?;
+            let error = backward(&model, 4, 1.0).unwrap_err().to_string();
+            for part in [strategy.name(), "by a call that needs them", "`scale_gradients`", "after the last"]
+            {
+                assert!(error.contains(part), "`{part}` is not in: {error}");
+            }
+            // What was refused has added nothing.
+            optimizer.step(&mut model)?;
+            assert_eq!(weights(&model)?[0].1, [-2.0; 4], "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn gradients_are_divided_by_what_is_said() {
     for (outer, inner) in [(1, 3), (2, 2), (3, 1), (1, 1)] {
         let ranks = outer * inner;

@@ -43,6 +43,81 @@ fn ranks_with_different_settings_learn_it_too() {
     });
 }
 
+#[test]
+fn ranks_with_any_other_setting_learn_which() {
+    type Change = fn(&mut FsdpConfig);
+    let changes: [(&str, Change, [&str; 2]); 12] = [
+        ("prefetch", |config| config.prefetch = 3, ["prefetch 1", "prefetch 3"]),
+        ("gather", |config| config.gather_budget = Some(7), ["gather budget None", "gather budget Some(7)"]),
+        ("reduce", |config| config.reduce_budget = Some(7), ["reduce budget None", "reduce budget Some(7)"]),
+        ("bucket", |config| config.bucket_size = Some(9), ["bucket size None", "bucket size Some(9)"]),
+        ("buffers", |config| config.double_buffer = false, ["double buffer true", "double buffer false"]),
+        ("seed", |config| config.seed = 5, ["seed 0", "seed 5"]),
+        ("scaling", |config| config.scaling = GradientScaling::Sum, ["Mean scaling", "Sum scaling"]),
+        (
+            "after",
+            |config| config.reshard_after_backward = true,
+            ["after backward false", "after backward true"],
+        ),
+        ("check", |config| config.check_finite = true, ["check finite false", "check finite true"]),
+        (
+            "strict",
+            |config| config.strict_gradients = true,
+            ["strict gradients false", "strict gradients true"],
+        ),
+        ("step", |config| config.step_in_backward = true, ["in backward false", "in backward true"]),
+        ("weights", |config| config.precision.main_weights = false, ["weights true", "weights false"]),
+    ];
+    for (name, change, said) in changes {
+        on_ranks(2, |world| {
+            let mut config = config(Strategy::default());
+            if world.rank() == 1 {
+                change(&mut config);
+            }
+            let error = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config).unwrap_err();
+            for part in said {
+                assert!(matches!(error, fsdp::Error::RanksDiffer { .. }), "{name}: {error}");
+                assert!(error.to_string().contains(part), "{name}: `{part}` is not in: {error}");
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn ranks_with_different_meshes_learn_it_when_they_shard() {
+    on_ranks(2, |world| {
+        let mesh = if world.rank() == 0 {
+            world.data_parallel_mesh()
+        } else {
+            world.mesh(&[("dp_outer", 2), ("dp_shard", 1)])?
+        };
+        let error = dot(3).fully_shard(&mesh).unwrap_err().to_string();
+        for part in ["the ranks differ", "mesh dp_shard=2", "mesh dp_outer=2 x dp_shard=1"] {
+            assert!(error.contains(part), "`{part}` is not in: {error}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_gather_ahead_differently_learn_it_at_the_next_collective() {
+    let outcome = launcher(2).run(|world| -> fsdp::Result<()> {
+        let model =
+            Two::zeros(3).fully_shard_with(&world.data_parallel_mesh(), &config(Strategy::default()))?;
+        // The same again is no difference.
+        model.set_prefetch(1, 1)?;
+        let loss: Tensor = model.forward(&(true, true, full(3, 1.0)))?;
+        model.backward(&loss)?;
+        model.set_prefetch(1 + world.rank(), 1)?;
+        let _: Tensor = model.forward(&(true, true, full(3, 1.0)))?;
+        Ok(())
+    });
+    let error = outcome.unwrap_err().to_string();
+    let said = "with 2 units gathered ahead in forwards and 1 in backwards";
+    assert!(error.contains(said), "`{said}` is not in: {error}");
+}
+
 /// The same two parameters in one order or the other.
 #[derive(FsdpUnit)]
 enum Ordered {

@@ -120,3 +120,48 @@ fn a_unit_can_be_resharded_by_hand() {
         });
     }
 }
+
+/// A weight of the root and one of a unit.
+#[derive(FsdpUnit)]
+struct Rooted {
+    w: Param,
+    unit: Unit<Dot>,
+}
+
+impl Forward for Rooted {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> candle_core::Result<Tensor> {
+        (x * self.w.tensor(scope)?)?.sum_all()? + self.unit.forward(x, &(), scope)?
+    }
+}
+
+#[test]
+fn the_root_is_given_up_after_its_backward_too_and_has_one_name() {
+    let run = |reshard_after_backward| {
+        on_ranks(2, |world| {
+            let config = FsdpConfig { reshard_after_backward, ..config(Strategy::default()) };
+            let model = Rooted { w: Param::new(256).with_init(Init::Ones), unit: Dot::with(256, 0.5) };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(AdamW::default())?;
+            let x = full(64, 1.0 + world.rank() as f32);
+            let x = Tensor::cat(&[&x; 4], 0)?;
+            for _ in 0..3 {
+                // The first backward of two keeps it for the second.
+                let [first, second] = [1.0, 2.0].map(|by| model.forward::<_, Tensor>(&(&x * by).unwrap()));
+                model.backward(&first?)?;
+                assert!(model.gathered_units().contains(&"(root)".to_string()));
+                model.backward(&second?)?;
+                let root = usize::from(!reshard_after_backward);
+                let names = model.gathered_units();
+                assert_eq!(names.iter().filter(|name| *name == "(root)").count(), root, "{names:?}");
+                // The memory that units take turns in stays.
+                assert_eq!(
+                    gathered_bytes(&model),
+                    if reshard_after_backward { 256 * 4 } else { (256 + 256) * 4 }
+                );
+                optimizer.step(&mut model)?;
+            }
+            weights(&model)
+        })
+    };
+    assert_eq!(run(true), run(false));
+}

@@ -8,39 +8,64 @@ use super::settings::reshard_modes;
 use crate::comm::{CommError, Communicator, Phase, Tag};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
-use crate::spec::ParamSpec;
+use crate::mesh::Topology;
+use crate::spec::{MixedPrecision, ParamSpec};
 
 /// What a rank's model and configuration are, for comparison with the other ranks'.
 pub(crate) fn fingerprint(
     config: &FsdpConfig,
+    mesh: &Topology,
     agreed: Result<&(Collected<'_>, ModelLayout), &Error>,
 ) -> Vec<String> {
     let (collected, layout) = match agreed {
         Ok(agreed) => (&agreed.0, &agreed.1),
         Err(error) => return vec![format!("{FAILED}{error}")],
     };
-    // What the precision says of weights is in the line of each parameter.
-    let precision = &config.precision;
+    // All by name: a setting that is new must say here whether ranks may differ in it. What the precision says of weights is
+    // in the line of each parameter, too.
+    let FsdpConfig {
+        strategy,
+        outer,
+        alignment,
+        precision: MixedPrecision { param, reduce, main_weights, main_grads, cast_inputs, output },
+        scaling,
+        recompute,
+        reshard_after_forward,
+        reshard_after_backward,
+        prefetch,
+        gather_budget,
+        reduce_budget,
+        double_buffer,
+        registration,
+        bucket_size,
+        seed,
+        check_finite,
+        non_finite,
+        strict_gradients,
+        // What a rank looks at and records by itself.
+        poison: _,
+        step_in_backward,
+        trace: _,
+    } = config;
     let mut lines = vec![
-        format!("strategy {}", config.strategy),
-        format!("outer strategy {}", config.outer),
-        format!("reshard after forward {:?}", config.reshard_after_forward),
-        format!("reshard after backward {}", config.reshard_after_backward),
-        format!("{:?} alignment", config.alignment),
-        format!("reduce dtype {}", precision.reduce),
-        format!("main weights {}, main gradients {}", precision.main_weights, precision.main_grads),
-        format!("cast of inputs {}, output dtype {:?}", precision.cast_inputs, precision.output),
-        format!("{:?} scaling", config.scaling),
-        format!(
-            "prefetch {}, gather budget {:?}, reduce budget {:?}",
-            config.prefetch, config.gather_budget, config.reduce_budget
-        ),
-        format!("double buffer {}, registration {:?}", config.double_buffer, config.registration),
-        format!("{:?} recomputation", config.recompute),
-        format!("seed {}", config.seed),
-        format!("gradients that are not finite: {:?}", config.non_finite),
-        format!("check finite {}, strict gradients {}", config.check_finite, config.strict_gradients),
-        format!("step in backward {}", config.step_in_backward),
+        format!("mesh {mesh}"),
+        format!("strategy {strategy}"),
+        format!("outer strategy {outer}"),
+        format!("reshard after forward {reshard_after_forward:?}"),
+        format!("reshard after backward {reshard_after_backward}"),
+        format!("{alignment:?} alignment"),
+        format!("reduce dtype {reduce}"),
+        format!("main weights {main_weights}, main gradients {main_grads}"),
+        format!("cast of inputs {cast_inputs}, output dtype {output:?}"),
+        format!("{scaling:?} scaling"),
+        format!("prefetch {prefetch}, gather budget {gather_budget:?}, reduce budget {reduce_budget:?}"),
+        format!("double buffer {double_buffer}, registration {registration:?}"),
+        format!("bucket size {bucket_size:?}"),
+        format!("{recompute:?} recomputation"),
+        format!("seed {seed}"),
+        format!("gradients that are not finite: {non_finite:?}"),
+        format!("check finite {check_finite}, strict gradients {strict_gradients}"),
+        format!("step in backward {step_in_backward}"),
     ];
     let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
     lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
@@ -65,6 +90,7 @@ pub(crate) fn fingerprint(
         let recompute = cell.recompute().unwrap_or(config.recompute);
         format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
     }));
+    lines.push(format!("weights {param} where nothing else is said"));
     let starts = layout.params.iter().zip(&collected.inits);
     lines.extend(starts.map(|(spec, init)| format!("`{}` starts as {init:?}", spec.name)));
     lines

@@ -62,7 +62,8 @@ pub struct FsdpConfig {
     /// Whether units keep their whole weights between forward and backward. A unit may say otherwise for itself.
     pub reshard_after_forward: ReshardAfterForward,
     /// Give a unit's whole weights up as soon as its backward is over, and free their memory where they are kept between
-    /// the passes ([`ReshardAfterForward::Never`]). Otherwise they stay until another unit needs the memory, or the
+    /// the passes ([`ReshardAfterForward::Never`], and the root's always), unless another backward of it is to come.
+    /// Otherwise they stay until another unit needs the memory, or the
     /// weights change: clipping and the optimizer's step run beside them, and the first units of another microbatch, with
     /// `Never` all, are not gathered again.
     pub reshard_after_backward: bool,

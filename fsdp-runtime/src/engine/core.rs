@@ -481,8 +481,10 @@ impl Engine {
                     format!("strategy `{}`", self.config.strategy)
                 };
                 return Err(Error::Usage(format!(
-                    "with {with} the gradients of a step are reduced once, in its last microbatch: run the earlier ones \
-                     under `model.no_sync()`, and step the optimizer after the last"
+                    "with {with} the gradients of a step are reduced once, in its last microbatch or by a call that needs \
+                     them reduced (`scale_gradients`, `grad_norm`, `clip_grad_norm`, `visit_gradients`, \
+                     `finish_grad_sync`), and no backward can add to them afterwards: run the earlier microbatches under \
+                     `model.no_sync()`, make such calls after the last, then step the optimizer"
                 )));
             }
             if !tracked {
@@ -539,6 +541,9 @@ impl Engine {
         }
         if state.pending_forwards == 0 {
             state.forward_version = None;
+            if self.config.reshard_after_backward {
+                state.gather.reshard(ROOT)?;
+            }
         }
         Ok(())
     }

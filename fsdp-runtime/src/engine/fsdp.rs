@@ -257,14 +257,14 @@ impl<M> Fsdp<M> {
 
     /// Sets how many units are gathered ahead of the present one, in forwards and in backwards, as far as a
     /// [`gather_budget`](super::FsdpConfig::gather_budget) has room for them. Takes effect at the next unit: the pool of
-    /// gathered weights then holds one unit more than the larger number, two at least. All ranks must say the same, at
-    /// the same place among their steps.
+    /// gathered weights then holds one unit more than the larger number, two at least. All ranks must say the same, at the same place among their steps: where they do not, the next collective is an error that tells it.
     ///
     /// # Errors
     /// If the pool is registered and was made for fewer units ahead.
     pub fn set_prefetch(&self, forward: usize, backward: usize) -> Result<()> {
         check_prefetch(&self.engine.config, forward.max(backward))?;
         self.engine.state.lock().gather.set_prefetch(Prefetch { forward, backward });
+        self.engine.note_state();
         Ok(())
     }
 
@@ -325,10 +325,11 @@ impl<M> Fsdp<M> {
         self.engine.parameters_without_gradient()
     }
 
-    /// Paths of the units whose weights are gathered now; empty after evaluation and after an optimizer step.
-    /// Local.
+    /// Paths of the units whose weights are gathered now, `(root)` for the root; empty after evaluation and after an
+    /// optimizer step. Local.
     pub fn gathered_units(&self) -> Vec<String> {
-        self.engine.state.lock().gather.gathered().iter().map(|path| path.to_string()).collect()
+        let state = self.engine.state.lock();
+        state.gather.gathered().map(|unit| self.engine.unit_name(unit).to_owned()).collect()
     }
 
     /// Sets the weights: `read(spec, elements, values)` fills `values` with these elements of the flattened
@@ -369,7 +370,7 @@ impl<M> Fsdp<M> {
         self.engine.visit_gradients(visit)
     }
 
-    /// The same for the parameters of one unit; the empty path is the root.
+    /// The same for the parameters of one unit; `(root)` is the root.
     ///
     /// # Errors
     /// If there is no unit of this path, and as for [`Fsdp::visit_gradients`].

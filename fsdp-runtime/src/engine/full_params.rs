@@ -16,7 +16,7 @@ pub struct FullParam {
 }
 
 impl<M> Fsdp<M> {
-    /// Gathers the parameters of one unit (the empty path is the root) and returns them, whole, on every rank.
+    /// Gathers the parameters of one unit (`(root)` is the root) and returns them, whole, on every rank.
     ///
     /// # Errors
     /// If there is no unit of this path, and those of the gathers.
@@ -25,7 +25,7 @@ impl<M> Fsdp<M> {
         engine.full_params(engine.unit_named(unit)?)
     }
 
-    /// Gathers the parameters of one unit (the empty path is the root), hands them, whole, to `change` on every rank, and
+    /// Gathers the parameters of one unit (`(root)` is the root), hands them, whole, to `change` on every rank, and
     /// writes their values back, each rank keeping its shard: main weights take them as they are, 16-bit model weights
     /// round them. The optimizer's state stays.
     ///

@@ -1,8 +1,8 @@
 //! What every rank must have done alike, although no collective carries it: steps with their settings, loads, resets,
-//! the kind of a microbatch. It is noted on the communicators, which compare it.
+//! the kind of a microbatch, how far ahead it gathers. It is noted on the communicators, which compare it.
 
 use super::core::Engine;
-use crate::pipeline::Sync;
+use crate::pipeline::{Prefetch, Sync};
 
 impl Engine {
     /// The last thing that has changed the weights or given up gradients: `after step 3 by ..`.
@@ -26,7 +26,13 @@ impl Engine {
                 Sync::Microbatch => "a microbatch that is not the last",
                 Sync::Nothing => "a microbatch under `no_sync`",
             };
-            format!("{}, in {microbatch}", state.event)
+            let Prefetch { forward, backward } = state.gather.prefetch_depths();
+            let ahead = if (forward, backward) == (self.config.prefetch, self.config.prefetch) {
+                String::new()
+            } else {
+                format!(", with {forward} units gathered ahead in forwards and {backward} in backwards")
+            };
+            format!("{}, in {microbatch}{ahead}", state.event)
         };
         for comm in [&self.comm, &self.shard_comm, &self.outer_comm] {
             comm.note(&state);

@@ -94,9 +94,10 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
     check_step_in_backward(config, mesh.topology())?;
     check_precision(config)?;
     let comm = mesh.communicator().duplicate(name);
+    // Before the groups, which ranks whose meshes differ would make differently.
+    let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     let shard_comm = mesh.group(&SHARD_DIMS)?.duplicate(name);
     let outer_comm = mesh.group(&[MeshDim::DpOuter])?.duplicate(name);
-    let (collected, layout) = agree_on_layout(model, &*comm, mesh.topology(), config)?;
     buffers::broadcast(model, &*comm)?;
     let backend = mesh.backend().clone();
     let slots = slots(&layout, backend.tensors())?;
@@ -185,7 +186,7 @@ fn agree_on_layout<'a, M: FsdpUnit>(
 ) -> Result<(Collected<'a>, ModelLayout)> {
     let agreed = lay_out(model, mesh, config);
     let tag = Tag { unit: "model fingerprint".into(), phase: Phase::Setup, step: 0 };
-    let mut lines = fingerprint(config, agreed.as_ref());
+    let mut lines = fingerprint(config, mesh, agreed.as_ref());
     lines.extend(buffers::fingerprint(model));
     compare(comm, tag, &lines)?;
     agreed

@@ -318,6 +318,11 @@ impl AllGatherPipeline {
         self.pool.set_limit(self.options.limit(self.widest));
     }
 
+    /// How many units are gathered ahead.
+    pub(crate) fn prefetch_depths(&self) -> Prefetch {
+        self.options.prefetch
+    }
+
     /// Most units ahead that were ever asked for.
     pub(crate) fn deepest(&self) -> usize {
         self.deepest
@@ -393,9 +398,9 @@ impl AllGatherPipeline {
         }
     }
 
-    /// Paths of the units whose full weights occupy memory of the pool now.
-    pub(crate) fn gathered(&self) -> Vec<Arc<str>> {
-        self.units.iter().filter(|unit| unit.lease.is_some()).map(|unit| unit.path.clone()).collect()
+    /// The units whose full weights occupy memory of the pool now.
+    pub(crate) fn gathered(&self) -> impl Iterator<Item = usize> {
+        self.units.iter().enumerate().filter(|(_, unit)| unit.lease.is_some()).map(|(unit, _)| unit)
     }
 
     fn order(&mut self, pass: Pass) -> &mut Order {
