@@ -26,6 +26,7 @@ mod fused_training;
 mod grad_accumulation;
 mod hangs;
 mod hsdp;
+mod joined;
 mod layout_and_padding;
 mod loss_scaling;
 mod memory;

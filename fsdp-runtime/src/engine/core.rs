@@ -332,9 +332,14 @@ impl Engine {
         self.note_failure(self.unit_error(unit, phase, message))
     }
 
+    /// The error that was kept, if there is one.
+    pub(crate) fn noted_failure(&self) -> Option<Error> {
+        self.failure.lock().take()
+    }
+
     /// The typed error behind one that came out of the tensor library.
     pub(crate) fn explain(&self, error: candle_core::Error) -> Error {
-        self.failure.lock().take().unwrap_or_else(|| error.into())
+        self.noted_failure().unwrap_or_else(|| error.into())
     }
 
     /// A forward of the whole model begins.
@@ -456,40 +461,49 @@ impl Engine {
         taken
     }
 
-    /// A backward of the whole model begins, of a loss with a graph (`tracked`) or without; the root's sinks are open.
-    pub(crate) fn begin_backward(self: &Arc<Self>, tracked: bool) -> Result<()> {
+    /// # Errors
+    /// If no backward of the whole model can begin, of a loss with a graph (`tracked`) or without.
+    pub(crate) fn check_backward(&self, tracked: bool) -> Result<()> {
+        let state = self.state.lock();
+        state.check_intact()?;
+        if state.training != TrainingState::Idle {
+            return Err(Error::Usage(format!(
+                "the model's backward was called inside its own forward or backward. {CUT_SHORT}"
+            )));
+        }
+        if state.forward_version.is_some_and(|version| version != state.weights_version) {
+            return Err(Error::Usage(WEIGHTS_CHANGED.into()));
+        }
+        if state.pending_forwards == 0 {
+            return Err(Error::Usage(format!(
+                "a backward of model `{}` needs a training forward before it: call `model.forward(..)`, then \
+                 `model.backward(&loss)`",
+                self.name
+            )));
+        }
+        if state.reduce.is_synced() {
+            let with = if self.config.strategy.shards_grads() {
+                format!("{} ranks of `dp_outer`", self.outer_comm.size())
+            } else {
+                format!("strategy `{}`", self.config.strategy)
+            };
+            return Err(Error::Usage(format!(
+                "with {with} the gradients of a step are reduced once, in its last microbatch or by a call that needs \
+                 them reduced (`scale_gradients`, `grad_norm`, `clip_grad_norm`, `visit_gradients`, \
+                 `finish_grad_sync`), and no backward can add to them afterwards: run the earlier microbatches under \
+                 `model.no_sync()`, make such calls after the last, then step the optimizer"
+            )));
+        }
+        if !tracked {
+            return Err(Error::Usage(DETACHED.into()));
+        }
+        Ok(())
+    }
+
+    /// A backward of the whole model begins, which [can](Self::check_backward); the root's sinks are open.
+    pub(crate) fn begin_backward(self: &Arc<Self>) -> Result<()> {
         let root_held = {
             let mut state = self.state.lock();
-            state.check_intact()?;
-            if state.training != TrainingState::Idle {
-                return Err(Error::Usage(format!(
-                    "the model's backward was called inside its own forward or backward. {CUT_SHORT}"
-                )));
-            }
-            if state.forward_version.is_some_and(|version| version != state.weights_version) {
-                return Err(Error::Usage(WEIGHTS_CHANGED.into()));
-            }
-            if state.pending_forwards == 0 {
-                return Err(Error::Usage(
-                    "backward needs a training forward before it: call `model.forward(..)`, then `model.backward(&loss)`".into(),
-                ));
-            }
-            if state.reduce.is_synced() {
-                let with = if self.config.strategy.shards_grads() {
-                    format!("{} ranks of `dp_outer`", self.outer_comm.size())
-                } else {
-                    format!("strategy `{}`", self.config.strategy)
-                };
-                return Err(Error::Usage(format!(
-                    "with {with} the gradients of a step are reduced once, in its last microbatch or by a call that needs \
-                     them reduced (`scale_gradients`, `grad_norm`, `clip_grad_norm`, `visit_gradients`, \
-                     `finish_grad_sync`), and no backward can add to them afterwards: run the earlier microbatches under \
-                     `model.no_sync()`, make such calls after the last, then step the optimizer"
-                )));
-            }
-            if !tracked {
-                return Err(Error::Usage(DETACHED.into()));
-            }
             state.training = TrainingState::Backward;
             state.reached = false;
             *self.failure.lock() = None;

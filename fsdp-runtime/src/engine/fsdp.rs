@@ -5,13 +5,13 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::backward_step;
 use super::config::GradientScaling;
 use super::core::{Engine, ROOT};
 use super::forward::Forward;
-use super::opened::Opened;
+use super::joined;
 use super::scope::Frame;
 use super::settings::check_prefetch;
 use crate::comm::{Phase, step_words};
@@ -176,8 +176,8 @@ impl<M> Fsdp<M> {
     /// schedule; the order is that of the ranks, all alike.
     ///
     /// # Errors
-    /// If `loss` is not a scalar or not finite (with `check_finite`), is detached or was computed by another model,
-    /// without a forward before it, and those of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
+    /// If `loss` is not a scalar or not finite (with `check_finite`), is detached or was computed by another model (see
+    /// [`Fsdp::backward_with`] for a loss of several), without a forward before it, and those of recomputation and of the reductions. After an error, [`Fsdp::reset_step`] makes the model usable
     /// again.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         if self.engine.config.scaling == GradientScaling::PerToken {
@@ -192,45 +192,7 @@ impl<M> Fsdp<M> {
     }
 
     pub(crate) fn run_backward(&self, loss: &Tensor) -> Result<()> {
-        let engine = &self.engine;
-        if loss.elem_count() != 1 {
-            return Err(Error::Usage(format!(
-                "backward starts from a scalar loss, not from a tensor of shape {:?}",
-                loss.shape()
-            )));
-        }
-        if engine.config.check_finite {
-            let value = loss.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?[0];
-            if !value.is_finite() {
-                let message =
-                    format!("the loss is {value}, and no unit's output was: it arose outside the units");
-                return Err(engine.unit_error(ROOT, Phase::Forward, message));
-            }
-        }
-        engine.begin_backward(loss.track_op())?;
-        engine.state.lock().losses.push(loss.detach());
-        let outcome = self.backward_locked(loss);
-        if outcome.is_err() {
-            // The error that counts is the first one.
-            let _ = engine.reset_step();
-        }
-        outcome
-    }
-
-    fn backward_locked(&self, loss: &Tensor) -> Result<()> {
-        let engine = &self.engine;
-        let span = engine.begin_span("model backward", &engine.units[ROOT].path);
-        let mut grads = {
-            let _opened = Opened::by(engine);
-            loss.backward().map_err(|error| {
-                let error = engine.note_unit_failure(ROOT, Phase::Backward, error);
-                engine.explain(error)
-            })?
-        };
-        engine.collect_gradients(ROOT, &[], &mut grads)?;
-        engine.check_reached()?;
-        engine.end_span(span);
-        engine.end_backward()
+        joined::run_backward(&[&self.engine], loss)
     }
 
     /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce among the

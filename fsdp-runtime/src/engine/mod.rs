@@ -21,6 +21,7 @@ mod graph;
 mod held;
 mod history;
 mod intact;
+mod joined;
 mod load;
 mod loss_scale;
 mod mean;
@@ -54,6 +55,7 @@ pub use full_params::FullParam;
 #[cfg(feature = "cuda")]
 pub use graph::StepGraph;
 pub(crate) use held::{Held, HeldState, StepCounts};
+pub use joined::Joined;
 pub(crate) use load::Stores;
 pub use loss_scale::Step;
 pub use module::{Buffer, FsdpUnit, Fused, Shaped, Tie, Visitor, Walker};

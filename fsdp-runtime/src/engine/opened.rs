@@ -1,5 +1,6 @@
 //! Whose backward is running on a thread. A graph may hold units of a model that has not opened the backward: it would
-//! go on without that model's root, and without the end that reduces what is left.
+//! go on without that model's root, and without the end that reduces what is left. So a backward that goes through several
+//! models is opened by all of them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -15,15 +16,15 @@ pub(crate) const DETACHED: &str = "the loss depends on no trainable parameter: i
 
 thread_local! {
     /// The innermost last.
-    static OPENED: RefCell<Vec<Arc<Engine>>> = const { RefCell::new(Vec::new()) };
+    static OPENED: RefCell<Vec<Vec<Arc<Engine>>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// While this lives, the backward that runs on this thread is that of one model.
+/// While this lives, the backward that runs on this thread is that of these models.
 pub(crate) struct Opened;
 
 impl Opened {
-    pub(crate) fn by(engine: &Arc<Engine>) -> Opened {
-        OPENED.with_borrow_mut(|opened| opened.push(engine.clone()));
+    pub(crate) fn by(engines: &[&Arc<Engine>]) -> Opened {
+        OPENED.with_borrow_mut(|opened| opened.push(engines.iter().copied().cloned().collect()));
         Opened
     }
 }
@@ -43,15 +44,16 @@ impl Engine {
         let opened = OPENED.with_borrow(|opened| opened.last().cloned());
         let (own, unit) = (&self.name, self.unit_name(unit));
         match opened {
-            Some(opened) if opened.id() == self.id() => {
+            Some(opened) if opened.iter().any(|opened| opened.id() == self.id()) => {
                 self.state.lock().reached = true;
                 Ok(())
             }
-            Some(opened) => Err(opened.note_failure(Error::Usage(format!(
+            Some(opened) => Err(opened[0].note_failure(Error::Usage(format!(
                 "`backward` of model `{}` was called with a loss of another model: it has come to unit `{unit}` of \
                  `{own}`. Call `backward` of the model that has computed the loss, and `detach` what it takes from \
-                 another one",
-                opened.name
+                 another one; a loss that several models have computed together has its backward by \
+                 `model.backward_with(&loss, &[other.joined()])`",
+                opened[0].name
             )))),
             None => Err(Error::Usage(format!(
                 "this backward has come to unit `{unit}` of model `{own}`, which has not begun it: write \
