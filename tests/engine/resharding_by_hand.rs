@@ -165,3 +165,77 @@ fn the_root_is_given_up_after_its_backward_too_and_has_one_name() {
     };
     assert_eq!(run(true), run(false));
 }
+
+#[test]
+fn what_units_do_after_their_forward_can_be_set_between_the_passes() {
+    use ReshardAfterForward::{Always, Never, Ranks};
+    for built in [Always, Never, Ranks(2)] {
+        // Two steps in each way; the loss and the weights are the same in all.
+        let ways = [built, Never, Always, Never, built];
+        let run = |ways: &'static [Option<ReshardAfterForward>]| {
+            on_ranks(4, |world| {
+                let config = FsdpConfig { reshard_after_forward: built, ..config(Strategy::default()) };
+                let mut model = model().fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let mut optimizer = model.optimizer(AdamW::default())?;
+                for (step, &way) in ways.iter().enumerate() {
+                    if let Some(way) = way {
+                        model.set_reshard_after_forward("(root)", way)?;
+                        assert_eq!(model.gathered_units(), Vec::<String>::new());
+                    }
+                    for half in 0..2 {
+                        let before = gathers(&model);
+                        let loss: Tensor = model.forward(&inputs((1 + step + half + world.rank()) as f32))?;
+                        if way == Some(Never) {
+                            assert_eq!(model.gathered_units().len(), SIZES.len());
+                            assert_eq!(gathered_bytes(&model), SIZES.iter().sum::<usize>() * 4);
+                        }
+                        model.backward(&loss)?;
+                        optimizer.step(&mut model)?;
+                        // Two are there still when the backward begins.
+                        let expected = match way {
+                            Some(Never) => SIZES.len(),
+                            Some(Always | Ranks(_)) => 2 * SIZES.len() - 2,
+                            None => continue,
+                        };
+                        assert_eq!(gathers(&model) - before, expected as u64, "{built:?}, {way:?}, {half}");
+                    }
+                }
+                let pool =
+                    model.memory(2).into_iter().find(|report| report.usage.category == Category::GatherPool);
+                let pool = pool.unwrap();
+                assert!(pool.usage.peak as u64 <= pool.formula, "{built:?}: {pool:?}");
+                weights(&model)
+            })
+        };
+        let ways: &'static [_] = Box::leak(Box::new(ways.map(Some)));
+        assert_eq!(run(ways), run(&[None; 5]), "{built:?}");
+    }
+}
+
+#[test]
+fn a_setting_is_of_the_units_at_a_path_and_inside_it() {
+    use ReshardAfterForward::{Always, Never, Ranks};
+    on_ranks(4, |world| {
+        let model = model().fully_shard(&world.data_parallel_mesh())?;
+        model.set_reshard_after_forward("units.1", Never)?;
+        let first: Tensor = model.forward(&inputs(1.0))?;
+        // The one that keeps its weights, and the last two.
+        assert_eq!(model.gathered_units(), ["units.1", "units.2", "units.3"]);
+        model.set_reshard_after_forward("units.1", Always)?;
+        model.backward(&first)?;
+        model.finish_grad_sync()?;
+        model.visit_gradients(|_, values| {
+            assert!(values.iter().all(|value| *value == 1.0));
+            Ok(())
+        })?;
+        let refused = |path: &str, mode, parts: &[&str]| {
+            let error = model.set_reshard_after_forward(path, mode).unwrap_err().to_string();
+            for part in parts {
+                assert!(error.contains(part), "`{part}` is not in: {error}");
+            }
+        };
+        refused("units.9", Never, &["there is no unit `units.9`"]);
+        refused("units.2", Ranks(2), &["unit `units.2`", "groups of 2 ranks", "made with Always", "`Never`"]);
+        Ok(())
+    });
+}

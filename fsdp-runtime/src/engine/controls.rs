@@ -1,14 +1,15 @@
-//! What a training loop does between its passes: forget gradients, scale them, set what they are divided by, and give up
-//! whole weights.
+//! What a training loop does between its passes: forget gradients, scale them, set what they are divided by, give up whole
+//! weights, and say when they are given up.
 
 use super::backward_step;
 use super::config::GradientScaling;
-use super::core::{Engine, State, TrainingState};
+use super::core::{Engine, ROOT, State, TrainingState};
 use super::fsdp::Fsdp;
 use super::tokens::TokenCount;
 use crate::comm::{CommError, step_words};
 use crate::device::scale;
 use crate::error::{Error, Result};
+use crate::spec::ReshardAfterForward;
 
 impl<M> Fsdp<M> {
     /// Forgets the gradients of this step. Forwards whose backward is still to come stay good, unlike after
@@ -94,7 +95,7 @@ impl<M> Fsdp<M> {
     }
 
     /// Gives the unit's whole weights up now, and their memory if it is the unit's own
-    /// ([`ReshardAfterForward::Never`](crate::spec::ReshardAfterForward::Never)): the next pass that needs them gathers them
+    /// ([`ReshardAfterForward::Never`]): the next pass that needs them gathers them
     /// again. The opposite of [`Fsdp::unshard`]. `(root)` is the root.
     ///
     /// # Errors
@@ -111,6 +112,70 @@ impl<M> Fsdp<M> {
         }
         let event = format!("after unit `{}` was resharded in", engine.unit_name(index));
         engine.note_event(format!("{event} {}", step_words(self.step_count())));
+        Ok(())
+    }
+
+    /// Sets what every unit at `path` or inside it does with its whole weights between forward and backward, from the next
+    /// pass on; `(root)` stands for all units. What they have gathered is given up. The root itself stays whole between the
+    /// two, whatever is said. All ranks must say the same, at the same place among their steps.
+    ///
+    /// ```
+    /// # use fsdp_runtime::spec::ReshardAfterForward;
+    /// # use fsdp_runtime::{FullyShard, Param, Unit, comm::DeviceMesh};
+    /// let layers: Vec<Unit<Param>> = (0..4).map(|_| Unit::new(Param::new(8))).collect();
+    /// let model = layers.fully_shard(&DeviceMesh::single())?;
+    /// // The last layer's backward follows its forward at once.
+    /// model.set_reshard_after_forward("3", ReshardAfterForward::Never)?;
+    /// # Ok::<(), fsdp_runtime::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there is no unit at `path`; inside a forward or a backward; if the pool of gathered weights is
+    /// [registered](super::FsdpConfig::registration); for [`ReshardAfterForward::Ranks`] of a number that a unit was not
+    /// made with, as its groups of ranks are made by [`fully_shard`](super::FullyShard::fully_shard).
+    pub fn set_reshard_after_forward(&self, path: &str, mode: ReshardAfterForward) -> Result<()> {
+        let engine = self.engine();
+        let top = engine.unit_named(path)?;
+        let inside = format!("{}.", engine.unit_path(top));
+        let is_inside =
+            |&unit: &usize| top == ROOT || unit == top || engine.unit_path(unit).starts_with(&inside);
+        let units: Vec<usize> = (1..engine.units.len()).filter(is_inside).collect();
+        if engine.config.registration.is_some() {
+            return Err(Error::Config(
+                "the memory of gathered weights is registered, as what the units said when the model was sharded needs it: \
+                 say what they do with their weights before (`Unit::reshard_after_forward`, \
+                 `FsdpConfig::reshard_after_forward`), or shard without `registration`"
+                    .into(),
+            ));
+        }
+        let differs = |&&unit: &&usize| engine.reshard[unit] != mode;
+        if let (ReshardAfterForward::Ranks(ranks), Some(&unit)) = (mode, units.iter().find(differs)) {
+            return Err(Error::Config(format!(
+                "unit `{}` cannot be resharded to groups of {ranks} ranks from now on: groups are made when the model is \
+                 sharded (`Unit::reshard_after_forward`, `FsdpConfig::reshard_after_forward`), and it was made with {:?}. \
+                 `Always` and `Never` can be said at any time",
+                engine.unit_name(unit),
+                engine.reshard[unit]
+            )));
+        }
+        {
+            let mut state = engine.state.lock();
+            if state.training != TrainingState::Idle {
+                return Err(Error::Usage(
+                    "what units do with their weights is set between the passes, not inside a forward or a backward".into(),
+                ));
+            }
+            for &unit in &units {
+                if !state.gather.set_reshard(unit, mode)? {
+                    return Err(Error::Usage(format!(
+                        "the weights of unit `{}` are in use",
+                        engine.unit_name(unit)
+                    )));
+                }
+            }
+        }
+        let (top, step) = (engine.unit_name(top), step_words(self.step_count()));
+        engine.note_event(format!("after units at `{top}` were set to be resharded {mode:?} in {step}"));
         Ok(())
     }
 }

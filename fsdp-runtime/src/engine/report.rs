@@ -8,6 +8,7 @@ use crate::buffer::GroupBuffers;
 use crate::comm::CommCounter;
 use crate::layout::{MemoryPlan, Schedule};
 use crate::memory::{Category, Usage};
+use crate::spec::ReshardAfterForward;
 use crate::trace::Span;
 
 /// One unit, for tables.
@@ -89,8 +90,19 @@ impl<M> Fsdp<M> {
                 ..Schedule::DEFAULT
             }
         };
-        let reshard = |unit: usize| Some(engine.reshard[unit]);
-        let mut plan = MemoryPlan::scheduled(layout, strategy, precision, &schedule, reshard);
+        let plan_with = |reshard: &dyn Fn(usize) -> ReshardAfterForward| {
+            MemoryPlan::scheduled(layout, strategy, precision, &schedule, |unit| Some(reshard(unit)))
+        };
+        let mut plan = plan_with(&|unit| engine.reshard[unit]);
+        // What units were told later: those that have kept their weights at any time, all at once.
+        let was_kept: Vec<bool> = {
+            let state = engine.state.lock();
+            (0..engine.units.len()).map(|unit| state.gather.was_kept(unit)).collect()
+        };
+        let kept = plan_with(&|unit| {
+            if was_kept[unit] { ReshardAfterForward::Never } else { engine.reshard[unit] }
+        });
+        plan.gather_pool = plan.gather_pool.max(kept.gather_pool);
         if engine.config.step_in_backward {
             let trainable = |&&group: &&usize| engine.groups[group].layout.key.requires_grad;
             let size = precision.main_grads.size();

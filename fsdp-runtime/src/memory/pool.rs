@@ -136,6 +136,32 @@ impl Pool {
         (self.limit, self.room) = (limit, limit.room(&units));
     }
 
+    /// Has the unit be `alone` from now on, or take turns with those that are alike. It must hold no buffers, and the pool
+    /// must not be settled.
+    pub(crate) fn set_alone(&mut self, unit: usize, alone: bool) {
+        let Some(from) = self.class_of_unit[unit] else { return };
+        let alone = alone.then_some(unit);
+        if self.classes[from].alone == alone {
+            return;
+        }
+        let shapes = &self.classes[from].shapes;
+        let same = |class: &Class| class.alone == alone && class.shapes == *shapes;
+        let to = self.classes.iter().position(same).unwrap_or_else(|| {
+            let shapes = shapes.clone();
+            self.classes.push(Class { alone, shapes, units: 0, idle: VecDeque::new() });
+            self.classes.len() - 1
+        });
+        self.classes[from].units -= 1;
+        self.classes[to].units += 1;
+        self.class_of_unit[unit] = Some(to);
+        if self.classes[from].alone.is_some() {
+            // Nobody else takes what it had.
+            self.classes[from].idle.clear();
+        }
+        self.set_limit(self.limit);
+        while self.allocated > self.room && self.free_oldest() {}
+    }
+
     /// Whether no unit needs a buffer.
     pub(crate) fn is_empty(&self) -> bool {
         self.classes.is_empty()
@@ -317,6 +343,30 @@ mod tests {
         pool.release(second);
         pool.release(third);
         assert_eq!(bytes(&account), (2 * 256, 2 * 256));
+    }
+
+    #[test]
+    fn a_unit_that_is_alone_from_now_on_has_memory_of_its_own_until_it_is_not() {
+        let (mut pool, account) = pool(true);
+        let leases = [1, 2].map(|unit| take(&mut pool, unit));
+        leases.into_iter().for_each(|lease| pool.release(lease));
+        assert_eq!(bytes(&account).0, 2 * 256);
+        for unit in [1, 2] {
+            pool.set_alone(unit, true);
+            assert!(!pool.is_shared(unit));
+        }
+        // One unit of 256 bytes and one of 128 are left to take turns: there is room for both.
+        assert_eq!(bytes(&account).0, 256);
+        let leases = [1, 2, 3, 4].map(|unit| take(&mut pool, unit));
+        assert_eq!(bytes(&account).0, 3 * 256 + 128);
+        leases.into_iter().for_each(|lease| pool.release(lease));
+        pool.set_alone(1, false);
+        assert_eq!(bytes(&account).0, 2 * 256 + 128);
+        pool.set_alone(2, false);
+        pool.set_alone(2, false);
+        let leases = [1, 2].map(|unit| take(&mut pool, unit));
+        leases.into_iter().for_each(|lease| pool.release(lease));
+        assert_eq!(bytes(&account).0, 2 * 256);
     }
 
     #[test]

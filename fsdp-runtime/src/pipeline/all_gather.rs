@@ -17,7 +17,7 @@ use crate::comm::{CommError, Communicator, Gather, Registration};
 use crate::device::{Event, Fill, Slice, cast, fill};
 use crate::layout::PoolLimit;
 use crate::memory::{Account, Category, Lease, Pool};
-use crate::spec::Strategy;
+use crate::spec::{ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
 
 /// Settings of the pipeline.
@@ -103,6 +103,10 @@ struct UnitWeights {
     users: usize,
     last_used: u64,
     reshard: Reshard,
+    /// What it was made with.
+    built: Reshard,
+    /// It was told to keep its whole weights, now or before.
+    was_kept: bool,
     /// A backward that needs the weights is to come.
     expected: bool,
     /// This rank's part of the weights in its group of neighbours, between forward and backward.
@@ -183,6 +187,8 @@ impl AllGatherPipeline {
                 buckets.iter().map(|&group| groups[group].model_weight.data().clone()).collect()
             },
             groups: buckets,
+            built: reshard.clone(),
+            was_kept: matches!(reshard, Reshard::Never),
             reshard,
             expected: false,
             kept: Vec::new(),
@@ -361,6 +367,31 @@ impl AllGatherPipeline {
         self.evict(unit)?;
         self.pool.free_alone(unit);
         Ok(true)
+    }
+
+    /// Sets what the unit does with its whole weights between forward and backward, and gives them up; groups of ranks are
+    /// those that it was made with. False if its weights are in use.
+    pub(crate) fn set_reshard(&mut self, unit: usize, mode: ReshardAfterForward) -> Result<bool, CommError> {
+        if !self.reshard(unit)? {
+            return Ok(false);
+        }
+        let weights = &mut self.units[unit];
+        weights.kept.clear();
+        weights.reshard = match mode {
+            _ if !self.options.strategy.shards_params() => Reshard::Always,
+            ReshardAfterForward::Always => Reshard::Always,
+            ReshardAfterForward::Never => Reshard::Never,
+            ReshardAfterForward::Ranks(_) => weights.built.clone(),
+        };
+        let keeps = matches!(weights.reshard, Reshard::Never);
+        weights.was_kept |= keeps;
+        self.pool.set_alone(unit, keeps);
+        Ok(true)
+    }
+
+    /// The unit was told to keep its whole weights between forward and backward, now or before.
+    pub(crate) fn was_kept(&self, unit: usize) -> bool {
+        self.units[unit].was_kept
     }
 
     /// Takes all full weights that are not in use out of the pool: after evaluation, before the weights
