@@ -21,7 +21,7 @@ fn gathers(model: &Fsdp<Dots>) -> u64 {
     model.traffic().iter().find(|report| report.operation == "all-gather").unwrap().counter.calls
 }
 
-fn gathered_bytes(model: &Fsdp<Dots>) -> usize {
+fn gathered_bytes<M>(model: &Fsdp<M>) -> usize {
     let reports = model.memory(0);
     reports.iter().find(|report| report.usage.category == Category::GatherPool).unwrap().usage.current
 }

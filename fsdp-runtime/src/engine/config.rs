@@ -102,8 +102,14 @@ pub struct FsdpConfig {
     /// ([parameters](super::Fsdp::parameters_without_gradient)).
     pub strict_gradients: bool,
     /// Fill buffers with NaN when they are returned, so that a late reader is noticed; and look at every element of a
-    /// unit's weights before and after each of its uses, so that a program which changes them in place gets an error. Without
-    /// it that is done in the first step, and of a few elements afterwards. On by default in debug builds.
+    /// unit's weights before and after each of its uses, so that a program which changes them in place gets an error. On by
+    /// default in debug builds. Without it every element is looked at in the first step; afterwards every element of a
+    /// parameter of 1 KiB or less, and of a larger one 32 elements, others each time, and all in one use of 64. So a change
+    /// of all elements is found at once whatever the strategy, one of a few that is made in every forward sooner or later. One
+    /// of a few that is made once, after the first step, may not be: it lasts where weights are held whole (with one rank, or
+    /// without [`Strategy::OptimGradsParams`]) until main weights, if there are any, are installed over it, and is lost
+    /// where they are gathered anew. On a CUDA device values are not looked at, only whether the memory is still the one
+    /// that was lent.
     pub poison: bool,
     /// Step the optimizer unit by unit inside the backward, with
     /// [`backward_and_step`](super::ShardedOptimizer::backward_and_step): main gradients are then held for one

@@ -426,13 +426,13 @@ impl Engine {
         }
         state.entered += 1;
         let thorough = self.config.poison || state.step == 0;
-        let how = if thorough { Thoroughness::All } else { Thoroughness::Sample(state.entered) };
         for &param in &self.units[unit].params {
             let slot = &self.slots[param];
             let position = self.units[unit].groups.iter().position(|&group| group == slot.group);
             let position = position.expect("a unit's parameter is in one of its groups");
             let item = &self.groups[slot.group].layout.items[slot.item];
             let part = full[position].range(item.start..item.start + item.len);
+            let how = if thorough { Thoroughness::All } else { Thoroughness::by_turns(state.entered, param) };
             if let Err(fault) = unit_state.aliases.install(param, &slot.variable, part, how) {
                 // The error that counts is this one.
                 let _ = self.leave_locked(state, unit);

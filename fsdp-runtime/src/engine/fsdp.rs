@@ -204,8 +204,8 @@ impl<M> Fsdp<M> {
     /// Until the guard is dropped, backwards reduce nothing: whole gradients stay on the rank, and the next
     /// backward adds to them. Afterwards it is as before.
     ///
-    /// Under ZeRO-2 and 3 that takes memory for the whole gradients of every unit, in the reduction's dtype, until
-    /// they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
+    /// Under ZeRO-2 and 3 that takes memory for the whole gradients of every unit, in the reduction's dtype, in which they
+    /// are added up, until they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
     /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
         let before = {

@@ -144,10 +144,9 @@ impl Pool {
         if self.classes[from].alone == alone {
             return;
         }
-        let shapes = &self.classes[from].shapes;
-        let same = |class: &Class| class.alone == alone && class.shapes == *shapes;
+        let shapes = self.classes[from].shapes.clone();
+        let same = |class: &Class| class.alone == alone && class.shapes == shapes;
         let to = self.classes.iter().position(same).unwrap_or_else(|| {
-            let shapes = shapes.clone();
             self.classes.push(Class { alone, shapes, units: 0, idle: VecDeque::new() });
             self.classes.len() - 1
         });

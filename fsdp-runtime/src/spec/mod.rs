@@ -238,7 +238,10 @@ pub struct MixedPrecision {
     /// says otherwise.
     pub param: Dtype,
     /// Dtype in which unreduced gradients are held and travel. Ranks' sums are formed in FP32 whatever it is. What a rank
-    /// holds back, under `no_sync` or of a unit that runs several times in one backward, it adds up in this dtype.
+    /// holds back, under `no_sync` or of a unit that runs several times in one backward, it adds up in this dtype where
+    /// gradients are sharded, as `reduce_dtype` of PyTorch's FSDP2 does ("dtype of no-sync gradient accumulation"): 16 bits
+    /// lose small terms of long sums, and halve what is held. Keep it FP32, the default, or accumulate without `no_sync`, which
+    /// reduces each microbatch into the main gradients. ZeRO-0 and 1 add up in the main gradients' dtype.
     pub reduce: Dtype,
     /// Keep FP32 main weights of 16-bit parameters, which the optimizer updates. Without them it updates the 16-bit
     /// weights: each step is rounded, which saves 4 bytes a parameter and loses small steps.

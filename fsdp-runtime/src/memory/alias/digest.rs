@@ -11,6 +11,17 @@ pub(crate) enum Thoroughness {
     Sample(u64),
 }
 
+impl Thoroughness {
+    /// That of a parameter in the use of this number: every element in one of [`TURNS`], in others a few.
+    pub(crate) fn by_turns(number: u64, param: usize) -> Thoroughness {
+        if mixed(number ^ mixed(param as u64)).is_multiple_of(TURNS) {
+            Thoroughness::All
+        } else {
+            Thoroughness::Sample(number)
+        }
+    }
+}
+
 /// A checksum of a parameter's values. Memory of a device is not looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Digest {
@@ -18,6 +29,8 @@ pub(super) struct Digest {
     sum: u64,
 }
 
+/// Uses of a unit of which one, on average, looks at all of a parameter.
+const TURNS: u64 = 64;
 /// Elements in a sample.
 const SAMPLE: u64 = 32;
 /// Bytes up to which every element is looked at.
@@ -108,6 +121,20 @@ mod tests {
             // SAFETY: as above.
             unsafe { slice.as_mut_slice::<f32>()[index] = before };
             assert_eq!(digest, digest.again(&slice));
+        }
+    }
+
+    #[test]
+    fn each_parameter_is_looked_at_whole_in_one_use_of_64() {
+        // Models of so many units, whose passes enter them in order; unit `u` has parameter `u`.
+        for units in [1, 2, 32, 61, 64] {
+            for unit in 0..units {
+                let number = |pass: u64| pass * units as u64 + unit as u64;
+                let whole = (0..6400).map(number).map(|number| Thoroughness::by_turns(number, unit));
+                let whole = whole.filter(|how| *how == Thoroughness::All).count();
+                // 100 expected, with a deviation of 10.
+                assert!((50..150).contains(&whole), "{unit} of {units}: {whole}");
+            }
         }
     }
 
