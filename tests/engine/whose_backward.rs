@@ -120,12 +120,17 @@ fn forwards_that_ran_units_or_were_evaluations_are_not_missed() {
         model.backward(&(first? + second?)?)?;
         optimizer.step(&mut model)?;
         assert_eq!(weights(&model)?[0].1, [-3.0; 3]);
+        // So it is without units; evaluations do not count.
         let mut root = root_only().fully_shard_with(&world.data_parallel_mesh(), &config)?;
         let mut optimizer = root.optimizer(sgd())?;
-        let loss: Tensor = root.forward(&full(3, 2.0))?;
+        let [first, second] = [1.0, 2.0].map(|x| root.forward::<_, Tensor>(&full(3, x)));
         let _: Tensor = root.evaluate(&full(3, 2.0))?;
+        let loss = (first? + second?)?;
+        assert_eq!(root.forwards_without_backward(), 2);
         root.backward(&loss)?;
+        assert_eq!(root.forwards_without_backward(), 0);
         optimizer.step(&mut root)?;
+        assert_eq!(weights(&root)?[0].1, [-3.0; 3]);
         Ok(())
     });
 }

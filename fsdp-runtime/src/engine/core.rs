@@ -18,6 +18,7 @@ use super::sink::GradSink;
 use super::tokens::TokenCount;
 use super::turns::Turns;
 use super::unit::Casts;
+use super::unitless::Unitless;
 use crate::buffer::GroupBuffers;
 use crate::comm::{CommError, Communicator, Phase, Tag, without_rank};
 use crate::device::Backend;
@@ -104,13 +105,11 @@ pub(crate) struct State {
     /// Counts changes of the weights: a backward must see those of its forward.
     pub(super) weights_version: u64,
     /// The version the pending forwards saw, if there are any.
-    pub(super) forward_version: Option<u64>,
+    forward_version: Option<u64>,
     /// Training forwards that saw it and whose backward may be to come.
     pending_forwards: usize,
-    /// Those of them that ran no unit: nothing but its count says whether such a forward has had its backward.
-    pub(super) unitless_forwards: usize,
-    /// The program was told of them.
-    pub(super) told_of_forwards: bool,
+    /// Those that ran no unit, which would notice their backward.
+    pub(super) unitless: Unitless,
     /// Parameters that got a gradient since the last optimizer step.
     pub received: Vec<bool>,
     pub tokens: TokenCount,
@@ -229,8 +228,7 @@ impl Engine {
             weights_version: 0,
             forward_version: None,
             pending_forwards: 0,
-            unitless_forwards: 0,
-            told_of_forwards: false,
+            unitless: Unitless::default(),
             received: vec![false; parts.slots.len()],
             tokens: TokenCount::default(),
             expectations: 0,
@@ -356,6 +354,7 @@ impl Engine {
             state.training = TrainingState::Forward;
             *self.failure.lock() = None;
             state.gather.forward_order.begin();
+            state.unitless.begin();
         }
         self.enter(ROOT, Phase::Forward).inspect_err(|_| self.state.lock().training = TrainingState::Idle)
     }
@@ -382,10 +381,12 @@ impl Engine {
             if training && complete {
                 let version = state.weights_version;
                 if state.forward_version.replace(version) != Some(version) {
-                    (state.pending_forwards, state.unitless_forwards) = (0, 0);
+                    state.pending_forwards = 0;
                 }
                 state.pending_forwards += 1;
-                state.unitless_forwards += usize::from(unitless);
+                if unitless {
+                    state.unitless.end(version);
+                }
                 // Only of a forward that counts: others leave the random numbers as they were.
                 state.forwards += 1;
                 state.first_sample = None;
@@ -550,9 +551,6 @@ impl Engine {
         state.training = TrainingState::Idle;
         state.had_backward = true;
         state.pending_forwards -= 1;
-        if !state.reached {
-            state.unitless_forwards = state.unitless_forwards.saturating_sub(1);
-        }
         if state.pending_forwards == 0 {
             state.forward_version = None;
             if self.config.reshard_after_backward {
@@ -589,7 +587,8 @@ impl Engine {
         let mut state = self.state.lock();
         let state = &mut *state;
         (state.unit_step, state.lent) = (None, false);
-        (state.forward_version, state.pending_forwards, state.unitless_forwards) = (None, 0, 0);
+        (state.forward_version, state.pending_forwards) = (None, 0);
+        state.unitless.forget();
         // The state remembers an error.
         let _ = self.release_root(state);
         self.take_back_stuck(state);

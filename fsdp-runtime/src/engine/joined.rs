@@ -36,7 +36,7 @@ impl<M> Fsdp<M> {
     /// ```
     /// # use candle_core::{Device, Tensor};
     /// # use fsdp_runtime::optim::Sgd;
-    /// # use fsdp_runtime::{Forward, FsdpUnit, FullyShard, Init, Param, Scope, Unit, comm::DeviceMesh, engine::Walker};
+    /// # use fsdp_runtime::{Forward, FsdpUnit, FullyShard, Init, Param, Scope, comm::DeviceMesh, engine::Walker};
     /// # struct Dot(Param);
     /// # impl FsdpUnit for Dot {
     /// #     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
@@ -140,5 +140,7 @@ fn walk(engines: &[&Arc<Engine>], loss: &Tensor) -> Result<()> {
     }
     engines.iter().try_for_each(|engine| engine.check_reached())?;
     engines[0].end_span(span);
-    engines.iter().try_for_each(|engine| engine.end_backward())
+    engines.iter().try_for_each(|engine| engine.end_backward())?;
+    engines.iter().for_each(|engine| engine.note_backward_of(loss));
+    Ok(())
 }

@@ -42,6 +42,7 @@ mod sink;
 mod tokens;
 mod turns;
 mod unit;
+mod unitless;
 mod variants;
 
 pub(crate) use self::core::Engine;

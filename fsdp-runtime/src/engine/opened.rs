@@ -5,8 +5,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use super::core::{Engine, ROOT, State};
-use super::fsdp::Fsdp;
+use super::core::{Engine, ROOT};
 use crate::error::{Error, Result};
 
 /// What a backward of a loss without a graph is refused with.
@@ -90,79 +89,5 @@ impl Engine {
              with: call `model.backward(&loss)` first (candle's `loss.backward()` trains nothing here)",
             self.name
         )))
-    }
-
-    /// Before a step: training forwards of this rank that ran no unit, saw the present weights and had no backward.
-    ///
-    /// # Errors
-    /// If there are some, with `strict_gradients`; else it warns of them, once.
-    pub(crate) fn report_unitless_forwards(&self) -> Result<()> {
-        let forwards = {
-            let mut state = self.state.lock();
-            let forwards = state.forwards_without_backward();
-            if forwards == 0 || (state.told_of_forwards && !self.config.strict_gradients) {
-                return Ok(());
-            }
-            state.told_of_forwards = true;
-            forwards
-        };
-        let (were, forwards) = if forwards == 1 {
-            ("was", "1 training forward".to_owned())
-        } else {
-            ("were", format!("{forwards} training forwards"))
-        };
-        let message = format!(
-            "{forwards} of model `{}` {were} followed by no backward before this optimizer step, which gets nothing from \
-             them: call `model.backward(&loss)` for each (candle's own `loss.backward()` trains nothing here). Where no \
-             gradients are wanted, call `model.evaluate(..)`; where one loss is made of several forwards, make them one \
-             forward of the model",
-            self.name
-        );
-        if self.config.strict_gradients {
-            return Err(Error::Usage(message));
-        }
-        eprintln!("fsdp: warning: rank {}: {message}", self.comm.rank());
-        Ok(())
-    }
-}
-
-impl State {
-    /// Training forwards that ran no unit, saw the present weights and had no backward.
-    fn forwards_without_backward(&self) -> usize {
-        if self.forward_version == Some(self.weights_version) { self.unitless_forwards } else { 0 }
-    }
-}
-
-impl<M> Fsdp<M> {
-    /// Number of training forwards since the last change of the weights that ran no [`Unit`](super::Unit) and had no
-    /// [`backward`](Fsdp::backward) yet. An optimizer step with such forwards gets nothing from them: it warns, or fails
-    /// with [`strict_gradients`](super::FsdpConfig::strict_gradients). That finds candle's own `loss.backward()`, which
-    /// trains nothing; where it comes to a unit it is an error by itself. Local.
-    ///
-    /// ```
-    /// # use candle_core::{Device, Tensor};
-    /// # use fsdp_runtime::{Forward, FsdpUnit, FullyShard, Param, Scope, comm::DeviceMesh, engine::Walker};
-    /// # struct Dot(Param);
-    /// # impl FsdpUnit for Dot {
-    /// #     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-    /// #         self.0.walk(walker);
-    /// #     }
-    /// # }
-    /// # impl Forward for Dot {
-    /// #     fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> candle_core::Result<Tensor> {
-    /// #         (x * self.0.tensor(scope)?)?.sum_all()
-    /// #     }
-    /// # }
-    /// # let model = Dot(Param::new(3)).fully_shard(&DeviceMesh::single())?;
-    /// # let x = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu)?;
-    /// let loss: Tensor = model.forward(&x)?;
-    /// loss.backward()?; // candle's
-    /// assert_eq!(model.forwards_without_backward(), 1);
-    /// model.backward(&loss)?;
-    /// assert_eq!(model.forwards_without_backward(), 0);
-    /// # Ok::<(), fsdp_runtime::Error>(())
-    /// ```
-    pub fn forwards_without_backward(&self) -> usize {
-        self.engine().state.lock().forwards_without_backward()
     }
 }
