@@ -4,19 +4,19 @@
 //! other way: streams and events carry [`comm::CommError`], as what fails on a stream is in general a
 //! collective.
 
+/// What a parameter is, and the policies by which it is trained.
+pub mod spec {
+    pub use fsdp_layout::policy::*;
+    pub use fsdp_layout::spec::*;
+}
+
+pub use fsdp_layout::{init, layout, mesh};
+
 mod sync;
 
 pub mod files;
 
 pub mod random;
-
-pub mod init;
-
-pub mod spec;
-
-pub mod layout;
-
-pub mod mesh;
 
 pub mod device;
 

@@ -1,4 +1,5 @@
-"""The faults that `run.py` plants in `fsdp-runtime`: a name, a file below `fsdp-runtime/src`, and a place in it.
+"""The faults that `run.py` plants: a name, a file below the `src` of one of its crates (its whole
+path if two crates have one of that name), and a place in it.
 
 Kinds of planting, by what stands at the place:
   value(old, new)   an expression; with the fault it is `new`
@@ -167,19 +168,19 @@ value("the owner of a parameter is not the one that updates it", "engine/owner_s
 # Initial values and random numbers ------------------------------------------------------------------------------------
 
 tried_first("faults_start", "dropout", "declarations", "fused")
-text("all parameters have one name for their initial values", "random.rs",
+text("all parameters have one name for their initial values", "fsdp-layout/src/random.rs",
      "Words::of(seed, fnv1a(name.as_bytes()))", "Words::of(seed, if FAULT { 7 } else { fnv1a(name.as_bytes()) })")
-text("the seed does not matter", "random.rs",
-     "pub(crate) fn named(seed: u64, name: &str) -> Self {",
-     "pub(crate) fn named(seed: u64, name: &str) -> Self {\n        let seed = if FAULT { 7 } else { seed };")
+text("the seed does not matter", "fsdp-layout/src/random.rs",
+     "pub fn named(seed: u64, name: &str) -> Self {",
+     "pub fn named(seed: u64, name: &str) -> Self {\n        let seed = if FAULT { 7 } else { seed };")
 text("each shard starts with the first values", "init.rs", "words.seek(range.start);", "words.seek(if FAULT { 0 } else { range.start });")
 text("normal values of each shard are the first ones", "init.rs",
      "normal(Words::named(seed, name), mean, std, range.start, out)",
      "normal(Words::named(seed, name), mean, std, if FAULT { 0 } else { range.start }, out)")
-text("every step drops the same", "random.rs", "mix(seed, step)", "mix(seed, if FAULT { 0 } else { step })")
-text("every sample drops the same", "random.rs",
+text("every step drops the same", "fsdp-runtime/src/random.rs", "mix(seed, step)", "mix(seed, if FAULT { 0 } else { step })")
+text("every sample drops the same", "fsdp-runtime/src/random.rs",
      "self.first_sample.wrapping_add(sample)", "self.first_sample.wrapping_add(if FAULT { 0 } else { sample })")
-text("every draw is the same", "random.rs", "mix(self.key, draw)", "mix(self.key, if FAULT { 0 } else { draw })")
+text("every draw is the same", "fsdp-runtime/src/random.rs", "mix(self.key, draw)", "mix(self.key, if FAULT { 0 } else { draw })")
 
 # Precision ------------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants the faults of `faults.py` in the runtime, one at a time, and sees that the tests find each.
+"""Plants the faults of `faults.py` in the crates below the facade, one at a time, and sees that the tests find each.
 
     python3 tests/mutants/run.py [--list] [--plant] [FILTER]
 
@@ -23,11 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "target/mutants/source"
 # Of its own: cargo takes what is built from the copy for the repository's.
 BUILT = ROOT / "target/mutants/built"
-RUNTIME = Path("fsdp-runtime/src")
-
-OF_RUNTIME = ["layout_properties", "row_alignment_against_megatron", "local_communicator"]
+# Where faults are planted, and the tests of their own that are in the short suite.
+CRATES = {
+    "fsdp-layout": ["layout_properties", "row_alignment_against_megatron"],
+    "fsdp-runtime": ["local_communicator"],
+}
 # The short suite, the binaries that find most first.
-TESTS = ["engine", "checkpoint", *OF_RUNTIME, "combinations"]
+TESTS = ["engine", "checkpoint", *(test for tests in CRATES.values() for test in tests), "combinations"]
 # A fault may make a rank wait: for that long.
 ENVIRONMENT = {"FSDP_TIMEOUT_SECS": "10", "RUST_BACKTRACE": "0", "CANDLE_NUM_THREADS": "1"}
 LIMIT = 300
@@ -66,10 +68,13 @@ def copy():
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     texts = {name: (ROOT / name).read_bytes() for name in files.stdout.split("\0") if name and (ROOT / name).is_file()}
     for fault in FAULTS:
-        name = str(RUNTIME / fault.file)
-        texts[name] = planted(texts[name].decode(), fault).encode()
-    lib = str(RUNTIME / "lib.rs")
-    texts[lib] += MODULE.encode()
+        places = [fault.file, *(f"{crate}/src/{fault.file}" for crate in CRATES)]
+        names = [name for name in places if name in texts]
+        if len(names) != 1:
+            sys.exit(f"{fault.file}: the crates have {len(names)} such files, expected 1")
+        texts[names[0]] = planted(texts[names[0]].decode(), fault).encode()
+    for crate in CRATES:
+        texts[f"{crate}/src/lib.rs"] += MODULE.encode()
     for stale in (path for path in COPY.rglob("*") if path.is_file() and str(path.relative_to(COPY)) not in texts):
         stale.unlink()
     for name, content in texts.items():
@@ -96,7 +101,7 @@ def build():
     missing = [test for test in TESTS if test not in programs]
     if missing:
         sys.exit(f"no program for the tests {missing}, but for {sorted(programs)}")
-    folders = {test: COPY / ("fsdp-runtime" if test in OF_RUNTIME else "") for test in TESTS}
+    folders = {test: COPY / next((crate for crate, tests in CRATES.items() if test in tests), "") for test in TESTS}
     return {test: (BUILT.parent / programs[test] if not Path(programs[test]).is_absolute() else Path(programs[test]), folders[test]) for test in TESTS}
 
 

@@ -1,20 +1,7 @@
 //! What can be asked of a module's type in constant expressions.
 
 use super::module::FsdpUnit;
-use crate::layout::{self, FitOptions, StaticLayout, StaticOptions};
-
-impl StaticLayout {
-    /// The layout of models of type `M`.
-    ///
-    /// # Panics
-    /// If the type does not tell all about the parameters, a tie cannot be resolved, a parameter cannot be
-    /// shared evenly by the tensor-parallel ranks, there are no ranks, or the model is larger than the tables
-    /// have room for. In a constant expression that is a compile-time error.
-    #[track_caller]
-    pub const fn of<M: FsdpUnit>(options: &StaticOptions) -> StaticLayout {
-        StaticLayout::of_tree(const { &M::TREE }, options)
-    }
-}
+use crate::layout::{self, FitOptions};
 
 /// Checks the declared shapes of a module against the number of tensor-parallel ranks; the derive calls it for
 /// `#[fsdp(tp_size = N)]`.
@@ -43,7 +30,7 @@ pub const fn check_tp_field<M: FsdpUnit>(field: usize, ranks: usize) {
 /// What `fsdp::assert_fits!` calls, `name` being the type as it was written.
 ///
 /// # Panics
-/// If a model of type `M` needs more than the budget, or as [`StaticLayout::of`] does.
+/// If a model of type `M` needs more than the budget, or as [`StaticLayout::of`](crate::layout::StaticLayout::of) does.
 #[doc(hidden)]
 #[track_caller]
 pub const fn assert_fits<M: FsdpUnit>(name: &str, options: &FitOptions) {
@@ -56,7 +43,8 @@ mod tests {
     use crate::engine::module::Walker;
     use crate::engine::{FsdpConfig, FullyShard, Param, UnitCell};
     use crate::layout::{
-        MemoryPlan, ModelLayout, Schedule, ShardAlignment, StaticBucket, StaticUnit, UnitLayout,
+        MemoryPlan, ModelLayout, Schedule, ShardAlignment, StaticBucket, StaticLayout, StaticOptions,
+        StaticUnit, UnitLayout,
     };
     use crate::mesh::Topology;
     use crate::spec::{
@@ -280,7 +268,7 @@ mod tests {
                 continue;
             }
             let options = StaticOptions { ranks, outer, alignment, tp, precision };
-            let fixed = std::panic::catch_unwind(|| StaticLayout::of_tree(tree, &options));
+            let fixed = std::panic::catch_unwind(|| StaticLayout::of(tree, &options));
             let context = format!("seed {seed}: {tree:#?}");
             match (built, fixed) {
                 (Ok(built), Ok(fixed)) => {

@@ -2,7 +2,6 @@
 //! no rank ever holds a whole model.
 
 mod atomic;
-mod brief;
 mod dtype;
 mod lock;
 mod mismatch;
@@ -14,9 +13,9 @@ mod writer;
 use std::path::{Path, PathBuf};
 
 pub use atomic::{AtomicFile, remove_unfinished};
-pub use brief::{brief, brief_to, listed, said};
-pub(crate) use brief::{listed_as, shown};
 pub use dtype::StoredDtype;
+pub use fsdp_layout::brief::{brief, brief_to, listed, said};
+pub(crate) use fsdp_layout::brief::{listed_as, shown};
 pub(crate) use lock::{FileLock, FileLocks};
 pub use mismatch::{Difference, DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
 pub(crate) use open::open_no_link;

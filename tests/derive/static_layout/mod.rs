@@ -32,7 +32,7 @@ fn assert_figures_agree<M: Model>(tp: &[usize]) {
                 let config = FsdpConfig { precision, ..Default::default() };
                 let built = model.layout(&mesh, &config).unwrap();
                 let options = StaticOptions { ranks, tp, precision, ..StaticOptions::DEFAULT };
-                let fixed = StaticLayout::of::<M>(&options);
+                let fixed = StaticLayout::of(&M::TREE, &options);
                 assert_alignment_and_outer_ranks_agree(&model, tp, &options);
                 let context =
                     format!("{}, {ranks} ranks, tp {tp}, {precision:?}", std::any::type_name::<M>());
@@ -62,7 +62,7 @@ fn assert_alignment_and_outer_ranks_agree<M: FsdpUnit>(model: &M, tp: usize, opt
         let mesh = Topology::new(&dims, outer * ranks * tp).unwrap();
         let config = FsdpConfig { precision, alignment, outer: OuterStrategy::Optim, ..Default::default() };
         let built = model.layout(&mesh, &config).unwrap();
-        let fixed = StaticLayout::of::<M>(&StaticOptions { outer, alignment, ..*options });
+        let fixed = StaticLayout::of(&M::TREE, &StaticOptions { outer, alignment, ..*options });
         for strategy in [Strategy::Optim, Strategy::OptimGradsParams] {
             let plan = MemoryPlan::new(&built, strategy, &precision);
             let known = fixed.memory(strategy);

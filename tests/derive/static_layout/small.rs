@@ -110,7 +110,7 @@ fn units_in_units() {
         }
     }
     assert_figures_agree::<Outer>(&[1, 2]);
-    const LAYOUT: StaticLayout = StaticLayout::of::<Outer>(&StaticOptions::DEFAULT);
+    const LAYOUT: StaticLayout = StaticLayout::of(&Outer::TREE, &StaticOptions::DEFAULT);
     // Linear, Middle, and the unit that holds nothing but a unit.
     const _: () = assert!(LAYOUT.kinds() == 3);
     // 1 + 5 x 4 + 2 x 5 + 2, and the root.
@@ -174,7 +174,7 @@ fn units_that_differ_only_in_what_is_frozen_share_the_gather_pool() {
     }
     assert_figures_agree::<Both>(&[1, 2]);
     let gather_pool = |ranks| {
-        let layout = StaticLayout::of::<Both>(&StaticOptions { ranks, ..StaticOptions::DEFAULT });
+        let layout = StaticLayout::of(&Both::TREE, &StaticOptions { ranks, ..StaticOptions::DEFAULT });
         assert_eq!(layout.kinds(), 2);
         layout.memory(Strategy::OptimGradsParams).gather_pool
     };
@@ -205,7 +205,7 @@ fn schedules_outer_ranks_and_whole_rows_cost_what_they_say() {
     }
     const KIB: u64 = 1 << 10;
     const OF_4: StaticOptions = StaticOptions { ranks: 4, ..StaticOptions::DEFAULT };
-    const LAYOUT: StaticLayout = StaticLayout::of::<Net>(&OF_4);
+    const LAYOUT: StaticLayout = StaticLayout::of(&Net::TREE, &OF_4);
     const DEFAULT: Schedule = Schedule::DEFAULT;
     const fn pools(schedule: &Schedule) -> (u64, u64) {
         let plan = LAYOUT.memory_with(Strategy::OptimGradsParams, schedule);
@@ -226,12 +226,12 @@ fn schedules_outer_ranks_and_whole_rows_cost_what_they_say() {
     const _: () = assert!(matches!(pools(&PAIRS), (32, 16)));
 
     // 9216 elements, over 4 ranks and 2 outer ones.
-    const SHARED: StaticLayout = StaticLayout::of::<Net>(&StaticOptions { outer: 2, ..OF_4 });
+    const SHARED: StaticLayout = StaticLayout::of(&Net::TREE, &StaticOptions { outer: 2, ..OF_4 });
     const _: () = assert!(SHARED.memory(Strategy::OptimGradsParams).optimizer_state == 4 * 9216 / 8);
     const _: () = assert!(SHARED.memory(Strategy::OptimGradsParams).main_grads == 4 * 9216 / 4);
     // 13 shards of whole rows: 5 rows each, where the wide unit's 64 rows need 65.
     const ROWS: StaticOptions = StaticOptions { ranks: 13, alignment: ShardAlignment::Row, ..OF_4 };
-    const OF_ROWS: StaticLayout = StaticLayout::of::<Net>(&ROWS);
+    const OF_ROWS: StaticLayout = StaticLayout::of(&Net::TREE, &ROWS);
     const _: () = assert!(OF_ROWS.kind(1).buckets[0].size == 65 * 32);
     const _: () = assert!(OF_ROWS.memory(Strategy::OptimGradsParams).model_weights == 4 * 5 * (7 * 16 + 32));
     assert_figures_agree::<Net>(&[1]);
@@ -323,7 +323,7 @@ fn tensor_parallel_parts() {
     }
     assert_figures_agree::<Parallel>(&[1, 2]);
     const TWO: StaticOptions = StaticOptions { tp: 2, ..StaticOptions::DEFAULT };
-    const NUMEL: usize = StaticLayout::of::<Parallel>(&TWO).numel();
+    const NUMEL: usize = StaticLayout::of(&Parallel::TREE, &TWO).numel();
     assert_eq!(NUMEL, 3 * (33 + 36 + 120 + 66) + 12);
 }
 
@@ -377,7 +377,7 @@ fn ties_across_units() {
         }
     }
     assert_figures_agree::<Names>(&[1]);
-    const LAYOUT: StaticLayout = StaticLayout::of::<Names>(&StaticOptions::DEFAULT);
+    const LAYOUT: StaticLayout = StaticLayout::of(&Names::TREE, &StaticOptions::DEFAULT);
     // The embedding and both parameters of layer 2 are alone in the root; the norm has the group's bucket.
     const _: () = assert!(LAYOUT.root().buckets.len() == 4);
     const _: () = assert!(LAYOUT.units() == 7);
@@ -404,7 +404,7 @@ fn ties_inside_the_elements_of_an_array() {
     }
     assert_figures_agree::<Repeated>(&[1, 2]);
     model! { struct Alike { layers: [Unit<Tied>; 200] = array(unit), } }
-    const LAYOUT: StaticLayout = StaticLayout::of::<Alike>(&StaticOptions::DEFAULT);
+    const LAYOUT: StaticLayout = StaticLayout::of(&Alike::TREE, &StaticOptions::DEFAULT);
     const _: () = assert!(LAYOUT.numel() == 200 * 66);
     assert_figures_agree::<Alike>(&[1]);
 }
@@ -444,7 +444,7 @@ fn elements_tied_to_one_parameter() {
             second: [Unit<Linear>; 32] = array(unit),
         }
     }
-    const LAYOUT: StaticLayout = StaticLayout::of::<Most>(&StaticOptions::DEFAULT);
+    const LAYOUT: StaticLayout = StaticLayout::of(&Most::TREE, &StaticOptions::DEFAULT);
     const _: () = assert!(LAYOUT.root().buckets.len() == 64);
     assert_figures_agree::<Most>(&[1]);
 }

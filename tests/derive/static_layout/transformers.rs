@@ -123,7 +123,7 @@ impl Model for LayerNorm {
     }
 }
 
-const GPT2_XL: StaticLayout = StaticLayout::of::<Gpt2Xl>(&OF_8);
+const GPT2_XL: StaticLayout = StaticLayout::of(&Gpt2Xl::TREE, &OF_8);
 const _: () = assert!(GPT2_XL.numel() == 1_557_611_200);
 const _: () = assert!(GPT2_XL.units() == 49 && GPT2_XL.kinds() == 1);
 // The embedding, shared with the head, is alone in the root's second bucket, and the largest.
@@ -136,7 +136,7 @@ const _: () = assert!(GPT2_XL.bytes_per_rank(Strategy::NoShard, 2) > 25 * GIB);
 fsdp::assert_fits!(Gpt2Xl, strategy = Strategy::OptimGradsParams, ranks = 8, budget = "80 GiB");
 // Rows of 1, 1600, 6400 and the root's: what keeps them whole costs little.
 const OF_8_ROWS: StaticLayout =
-    StaticLayout::of::<Gpt2Xl>(&StaticOptions { alignment: ShardAlignment::Row, ..OF_8 });
+    StaticLayout::of(&Gpt2Xl::TREE, &StaticOptions { alignment: ShardAlignment::Row, ..OF_8 });
 const _: () = assert!(OF_8_ROWS.numel() + OF_8_ROWS.padding() < 1_557_611_200 / 1000 * 1003);
 fsdp::assert_fits!(
     Gpt2Xl,
@@ -188,7 +188,7 @@ module! {
     }
 }
 
-const LLAMA: StaticLayout = StaticLayout::of::<Llama405B>(&OF_1024);
+const LLAMA: StaticLayout = StaticLayout::of(&Llama405B::TREE, &OF_1024);
 const _: () = assert!(LLAMA.numel() == 405_853_388_800);
 const _: () = assert!(LLAMA.units() == 127 && LLAMA.params() == 3 + 126 * 9);
 const _: () = assert!(LLAMA.bytes_per_rank(Strategy::OptimGradsParams, 2) < 80 * GIB);
@@ -228,7 +228,7 @@ module! {
     }
 }
 
-const EXPERTS: StaticLayout = StaticLayout::of::<Experts>(&OF_1024);
+const EXPERTS: StaticLayout = StaticLayout::of(&Experts::TREE, &OF_1024);
 const EXPERT: usize = 3 * 7168 * 2048;
 const _: () = assert!(EXPERTS.numel() == 61 * (3 * (7168 + 64 * EXPERT) + 2 * 7168 * 64));
 const _: () = assert!(EXPERTS.units() == 1 + 61 + 61 * 65 && EXPERTS.kinds() == 3);

@@ -13,6 +13,6 @@ struct Net {
     layers: Vec<Unit<Block>>,
 }
 
-const _: () = assert!(StaticLayout::of::<Net>(&StaticOptions::DEFAULT).numel() == 16);
+const _: () = assert!(StaticLayout::of(&Net::TREE, &StaticOptions::DEFAULT).numel() == 16);
 
 fn main() {}

@@ -12,6 +12,6 @@ struct Net {
     head: Unit<Head>,
 }
 
-const _: () = assert!(StaticLayout::of::<Net>(&StaticOptions::DEFAULT).numel() == 16);
+const _: () = assert!(StaticLayout::of(&Net::TREE, &StaticOptions::DEFAULT).numel() == 16);
 
 fn main() {}

@@ -9,6 +9,6 @@ struct Net {
     head: Param,
 }
 
-const _: () = assert!(StaticLayout::of::<Net>(&StaticOptions::DEFAULT).numel() == 40);
+const _: () = assert!(StaticLayout::of(&Net::TREE, &StaticOptions::DEFAULT).numel() == 40);
 
 fn main() {}

@@ -8,6 +8,6 @@ struct Net {
 }
 
 const OF_FOUR: StaticOptions = StaticOptions { tp: 4, ..StaticOptions::DEFAULT };
-const _: () = assert!(StaticLayout::of::<Net>(&OF_FOUR).numel() == 6);
+const _: () = assert!(StaticLayout::of(&Net::TREE, &OF_FOUR).numel() == 6);
 
 fn main() {}

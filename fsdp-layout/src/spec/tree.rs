@@ -90,7 +90,7 @@ impl Attrs {
     };
 
     /// `self` where it says something, else what is inherited from `outer`.
-    pub(crate) const fn over(self, outer: Attrs) -> Attrs {
+    pub const fn over(self, outer: Attrs) -> Attrs {
         macro_rules! inherited {
             ($name:ident) => {
                 if self.$name.is_some() { self.$name } else { outer.$name }

@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use super::{BucketLayout, ModelLayout};
-use crate::spec::{Dtype, MixedPrecision, ReshardAfterForward, Strategy};
+use crate::policy::{MixedPrecision, ReshardAfterForward, Strategy};
+use crate::spec::Dtype;
 
 /// Bytes per rank: persistent buffers by category, exact, and upper bounds of the pools of whole buffers.
 ///
@@ -35,7 +36,7 @@ pub(super) const fn needs_wire_buckets(strategy: Strategy, precision: &MixedPrec
 }
 
 /// Units whose whole buffers exist at a time, at least: one in use, one in flight.
-pub(crate) const POOLED_UNITS: usize = 2;
+pub const POOLED_UNITS: usize = 2;
 
 /// What of the schedule of communication takes memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

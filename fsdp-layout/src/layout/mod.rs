@@ -22,11 +22,12 @@ mod static_layout;
 
 pub use bucket::{BucketLayout, Item, ItemShard, element_bucket_size};
 pub use error::LayoutError;
-pub(crate) use memory::POOLED_UNITS;
-pub use memory::{MemoryPlan, PoolLimit, Schedule};
+pub use memory::{MemoryPlan, POOLED_UNITS, PoolLimit, Schedule};
 pub use model::{LayoutOptions, ModelLayout, UnitLayout, UnitSpec};
-pub use static_layout::{FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit};
-pub(crate) use static_layout::{check_tp_field, check_tp_size, require_fit};
+pub use static_layout::{
+    FitOptions, StaticBucket, StaticLayout, StaticOptions, StaticUnit, check_tp_field, check_tp_size,
+    require_fit,
+};
 
 /// Start alignment of items under [`ShardAlignment::Element`], in bytes: a cache line, and the widest vector
 /// register.

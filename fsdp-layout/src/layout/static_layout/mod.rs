@@ -9,12 +9,13 @@ mod rows;
 mod ties;
 
 pub use fits::FitOptions;
-pub(crate) use fits::require_fit;
+pub use fits::require_fit;
 
 use self::descent::{Inherited, Leaf, Path};
 use super::memory::{BucketExtent, PooledUnits, Schedule, keeps_whole, needs_wire_buckets};
 use super::{MemoryPlan, PoolLimit, ShardAlignment};
-use crate::spec::{Dtype, Field, MixedPrecision, ReshardAfterForward, Strategy, Tree};
+use crate::policy::{MixedPrecision, ReshardAfterForward, Strategy};
+use crate::spec::{Dtype, Field, Tree};
 
 /// Most kinds of units.
 const MAX_UNIT_KINDS: usize = 64;
@@ -28,7 +29,7 @@ pub struct StaticOptions {
     /// Ranks that share the shards: the size of the mesh's `dp_shard` dim.
     pub ranks: usize,
     /// Outer ranks that share the optimizer state of a shard: the size of `dp_outer` with
-    /// [`OuterStrategy::Optim`](crate::spec::OuterStrategy::Optim), else 1.
+    /// [`OuterStrategy::Optim`](crate::policy::OuterStrategy::Optim), else 1.
     pub outer: usize,
     /// Where shard boundaries may fall.
     pub alignment: ShardAlignment,
@@ -59,8 +60,8 @@ impl Default for StaticOptions {
 ///
 /// Its figures are those of the run-time [`ModelLayout`](super::ModelLayout) without a `bucket_size`, provided that the
 /// model is what its type says. Under [`ShardAlignment::Row`] sizes and padding are upper bounds: the run-time layout
-/// searches for the order that packs best, and may cut a group in several buckets. What the type does not tell: a [`Param`](crate::Param) that was made with a dtype of its own, cloned into
-/// two fields, or frozen by a call is not seen, and names are compared at run time only. Every parameter must
+/// searches for the order that packs best, and may cut a group in several buckets. What the type does not tell: a parameter that was made
+/// with a dtype of its own, cloned into two fields, or frozen by a call is not seen, and names are compared at run time only. Every parameter must
 /// have a declared shape (`#[fsdp(shape = [OUT, IN])]`), and containers a constant length; anything else ends
 /// the evaluation with a message that names the field.
 ///
@@ -68,27 +69,22 @@ impl Default for StaticOptions {
 /// buckets of unlike units and 64 ties.
 ///
 /// ```
-/// use fsdp_derive::FsdpUnit;
-/// use fsdp_runtime::layout::{StaticLayout, StaticOptions};
-/// use fsdp_runtime::spec::Strategy;
-/// use fsdp_runtime::{Param, Unit};
+/// use fsdp_layout::layout::{StaticLayout, StaticOptions};
+/// use fsdp_layout::policy::Strategy;
+/// use fsdp_layout::spec::{Attrs, Field, Tree};
 ///
-/// #[derive(FsdpUnit)]
-/// # #[fsdp(crate = "fsdp_runtime")]
-/// struct Linear<const IN: usize, const OUT: usize> {
-///     #[fsdp(shape = [OUT, IN])]
-///     weight: Param,
+/// // What `#[derive(FsdpUnit)]` writes of a model: twelve units of 100 x 100, and a head in the root.
+/// const fn weight(shape: &'static [usize]) -> Field {
+///     Field { name: "weight", attrs: Attrs { shape: Some(shape), ..Attrs::NONE }, tree: &Tree::Param }
 /// }
-///
-/// #[derive(FsdpUnit)]
-/// # #[fsdp(crate = "fsdp_runtime")]
-/// struct Net {
-///     layers: [Unit<Linear<100, 100>>; 12],
-///     head: Linear<100, 10>,
-/// }
+/// const LAYERS: Tree = Tree::Array(12, &Tree::Unit(&Tree::Fields(&[weight(&[100, 100])])));
+/// const NET: Tree = Tree::Fields(&[
+///     Field { name: "layers", attrs: Attrs::NONE, tree: &LAYERS },
+///     Field { name: "head", attrs: Attrs::NONE, tree: &Tree::Fields(&[weight(&[10, 100])]) },
+/// ]);
 ///
 /// const OPTIONS: StaticOptions = StaticOptions { ranks: 8, ..StaticOptions::DEFAULT };
-/// const LAYOUT: StaticLayout = StaticLayout::of::<Net>(&OPTIONS);
+/// const LAYOUT: StaticLayout = StaticLayout::of(&NET, &OPTIONS);
 /// const _: () = assert!(LAYOUT.numel() == 12 * 10_000 + 1_000);
 /// const _: () = assert!(LAYOUT.root().padding() == 24); // to 8 shards of a multiple of 64 bytes
 /// const _: () = assert!(LAYOUT.bytes_per_rank(Strategy::OptimGradsParams, 2) < 512 << 10);
@@ -294,9 +290,14 @@ impl Pool {
 }
 
 impl StaticLayout {
-    /// The layout of the model whose type tells `tree`.
+    /// The layout of the models whose type tells `tree`.
+    ///
+    /// # Panics
+    /// If the type does not tell all about the parameters, a tie cannot be resolved, a parameter cannot be
+    /// shared evenly by the tensor-parallel ranks, there are no ranks, or the model is larger than the tables
+    /// have room for. In a constant expression that is a compile-time error.
     #[track_caller]
-    pub(crate) const fn of_tree(tree: &Tree, options: &StaticOptions) -> StaticLayout {
+    pub const fn of(tree: &Tree, options: &StaticOptions) -> StaticLayout {
         fold::lay_out(tree, options)
     }
 
@@ -496,18 +497,26 @@ impl MemoryPlan {
     }
 }
 
-/// Fails at the first parameter in `tree` that `ranks` tensor-parallel ranks cannot share evenly.
+/// Checks the declared shapes in `tree` against the number of tensor-parallel ranks. What has no declared shape, and what
+/// is in containers of any length or in enums, is left to run time; so are a module's own fields, which
+/// [`check_tp_field`] checks.
+///
+/// # Panics
+/// At the first parameter that `ranks` ranks cannot share evenly, naming it.
 #[track_caller]
-pub(crate) const fn check_tp_size(tree: &Tree, ranks: usize) {
+pub const fn check_tp_size(tree: &Tree, ranks: usize) {
     if ranks == 0 {
         panic!("`tp_size` is the number of tensor-parallel ranks: at least 1, got 0");
     }
     descent::check_tp_size(tree, &Path::ROOT, &Inherited::NONE, ranks);
 }
 
-/// Checks a field that has a declared shape and a placement of its own; see [`crate::engine::check_tp_field`].
+/// Checks a field that has a declared shape and a placement of its own, in whatever container its parameters are.
+///
+/// # Panics
+/// If `ranks` tensor-parallel ranks cannot share it evenly.
 #[track_caller]
-pub(crate) const fn check_tp_field(field: &Field, ranks: usize) {
+pub const fn check_tp_field(field: &Field, ranks: usize) {
     if let Some(leaf) = Inherited::NONE.field(field).leaf()
         && ranks > 0
     {

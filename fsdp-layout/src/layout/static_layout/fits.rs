@@ -3,7 +3,8 @@
 use super::message::Message;
 use super::{StaticLayout, StaticOptions};
 use crate::layout::{MemoryPlan, Schedule, ShardAlignment};
-use crate::spec::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy, Tree};
+use crate::policy::{MixedPrecision, OuterStrategy, ReshardAfterForward, Strategy};
+use crate::spec::Tree;
 
 /// The keys of `fsdp::assert_fits!`.
 #[derive(Clone, Copy, Debug)]
@@ -94,13 +95,16 @@ impl FitOptions {
     }
 }
 
-/// Fails if the model of this name and tree needs more than the budget.
+/// What `fsdp::assert_fits!` asks of a model's tree, `name` being the model's type as it was written.
+///
+/// # Panics
+/// If the model needs more than the budget, or as [`StaticLayout::of`] does.
 #[track_caller]
-pub(crate) const fn require_fit(tree: &Tree, name: &str, options: &FitOptions) {
+pub const fn require_fit(tree: &Tree, name: &str, options: &FitOptions) {
     let FitOptions { strategy, ranks, outer_ranks, budget, tp, optimizer_states, .. } = *options;
     options.check();
     let room = parse_budget(budget);
-    let layout = StaticLayout::of_tree(tree, &options.layout());
+    let layout = StaticLayout::of(tree, &options.layout());
     let plan = layout.memory_with(strategy, &options.schedule());
     let needed = plan.total(optimizer_states);
     if needed <= room {

@@ -1,7 +1,7 @@
 //! Every element of every parameter has exactly one owner, whatever the shapes, the ranks and the alignment.
 
-use fsdp_runtime::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
-use fsdp_runtime::spec::{Dtype, GroupKey, ParamSpec};
+use fsdp_layout::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
+use fsdp_layout::spec::{Dtype, GroupKey, ParamSpec};
 use proptest::prelude::*;
 
 /// Scalars, vectors, matrices and stacks of matrices; some empty, many with rows that have no small common

@@ -1,5 +1,4 @@
-//! The mesh: ranks arranged along named dims. Pure arithmetic; [`crate::comm::DeviceMesh`] joins it with a
-//! communicator.
+//! The mesh: ranks arranged along named dims. Pure arithmetic; a `DeviceMesh` joins it with a communicator.
 //!
 //! Ranks are laid out in row-major order: the last dim runs fastest. With `dp_outer = 2, dp_shard = 3` rank 4
 //! has the coordinate `(1, 1)`, and its group along `dp_shard` is the ranks 3, 4, 5.
@@ -124,13 +123,13 @@ impl Topology {
     /// If a name is unknown or comes twice, a size is zero, or the product of the sizes is not `world`.
     ///
     /// ```
-    /// use fsdp_runtime::mesh::{MeshDim, Topology};
+    /// use fsdp_layout::mesh::{MeshDim, Topology};
     ///
     /// let mesh = Topology::new(&[("dp_outer", 2), ("dp_shard", 3)], 6)?;
     /// assert_eq!(mesh.coordinate(4)?, [1, 1]);
     /// assert_eq!(mesh.group(4, MeshDim::DpShard)?, [3, 4, 5]);
     /// assert_eq!(mesh.group(4, MeshDim::DpOuter)?, [1, 4]);
-    /// # Ok::<(), fsdp_runtime::mesh::MeshError>(())
+    /// # Ok::<(), fsdp_layout::mesh::MeshError>(())
     /// ```
     pub fn new(dims: &[(&str, usize)], world: usize) -> Result<Topology, MeshError> {
         let mut named: Vec<(MeshDim, usize)> = Vec::with_capacity(dims.len());
@@ -234,11 +233,11 @@ impl Topology {
     /// [`MeshError::NoSuchRank`].
     ///
     /// ```
-    /// use fsdp_runtime::mesh::{MeshDim, Topology};
+    /// use fsdp_layout::mesh::{MeshDim, Topology};
     ///
     /// let mesh = Topology::new(&[("dp_shard", 2), ("cp", 2), ("tp", 2)], 8)?;
     /// assert_eq!(mesh.flattened(3, &[MeshDim::Cp, MeshDim::DpShard])?, [1, 3, 5, 7]);
-    /// # Ok::<(), fsdp_runtime::mesh::MeshError>(())
+    /// # Ok::<(), fsdp_layout::mesh::MeshError>(())
     /// ```
     pub fn flattened(&self, rank: usize, dims: &[MeshDim]) -> Result<Vec<usize>, MeshError> {
         let own = self.coordinate(rank)?;

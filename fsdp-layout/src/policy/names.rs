@@ -61,7 +61,7 @@ fn distance(a: &str, b: &str) -> usize {
 }
 
 fn shown(text: &str) -> String {
-    crate::files::brief(text)
+    crate::brief::brief(text)
 }
 
 impl FromStr for Strategy {

@@ -1,8 +1,8 @@
 //! `ShardAlignment::Row` next to Megatron-FSDP's layouts: no row cut, and no more padding where theirs cuts
 //! none.
 
-use fsdp_runtime::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
-use fsdp_runtime::spec::{Dtype, GroupKey, ParamSpec};
+use fsdp_layout::layout::{LayoutOptions, ModelLayout, ShardAlignment, UnitSpec};
+use fsdp_layout::spec::{Dtype, GroupKey, ParamSpec};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use serde_json::Value;

@@ -21,7 +21,7 @@ const END: usize = 120;
 /// A name or a text from a file, as a message shows it: the first characters if it is long, control characters escaped.
 ///
 /// ```
-/// use fsdp_runtime::files::brief;
+/// use fsdp_layout::brief::brief;
 ///
 /// assert_eq!(brief("a\u{1b}[2J"), "a\\u{1b}[2J");
 /// assert!(brief(&"x".repeat(1000)).ends_with("xx.. (1000 characters)"));
@@ -41,7 +41,7 @@ pub fn brief_to(text: &str, most: usize) -> String {
 /// Names from a file, as a message lists them: some of the first, and how many more there are; `none` if there are none.
 ///
 /// ```
-/// use fsdp_runtime::files::listed;
+/// use fsdp_layout::brief::listed;
 ///
 /// let names: Vec<String> = (0..1_000_000).map(|name| name.to_string()).collect();
 /// assert_eq!(listed(&names), "0, 1, 2, 3, 4, 5, 6, 7 and 999992 more");
@@ -51,7 +51,7 @@ pub fn listed<S: AsRef<str>>(names: &[S]) -> String {
 }
 
 /// [`listed`] with words for each.
-pub(crate) fn listed_as<T>(items: &[T], words: impl Fn(&T) -> String) -> String {
+pub fn listed_as<T>(items: &[T], words: impl Fn(&T) -> String) -> String {
     let (mut text, mut length, mut shown) = (String::new(), 0, 0);
     for item in items.iter().take(LISTED) {
         let item = words(item);
@@ -84,7 +84,7 @@ pub fn said(words: impl fmt::Display) -> String {
 }
 
 /// A path in a message. One that a file has given may be very long.
-pub(crate) fn shown(path: &Path) -> String {
+pub fn shown(path: &Path) -> String {
     said(path.display())
 }
 

@@ -63,14 +63,23 @@ impl ParamSpec {
     /// The tensors that the `elements` of the flattened parameter belong to, in order.
     ///
     /// ```
-    /// use fsdp_runtime::mesh::Topology;
-    /// use fsdp_runtime::{FsdpConfig, FullyShard, Param};
+    /// use fsdp_layout::spec::{Dtype, FusedPart, GroupKey, ParamSpec};
     ///
-    /// let mesh = Topology::new(&[("dp_shard", 1)], 1)?;
-    /// let layout = Param::new((4, 10)).layout(&mesh, &FsdpConfig::default())?;
-    /// let pieces = layout.params[0].pieces(15..28);
-    /// assert_eq!((pieces[0].elements.clone(), pieces[0].at.clone()), (15..28, 0..13));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// let part = |name: &str| FusedPart { name: name.to_owned(), rows: 2, aliases: Vec::new() };
+    /// let key_and_value = ParamSpec {
+    ///     name: "attention.kv".to_owned(),
+    ///     shape: vec![4, 10],
+    ///     key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit: 0 },
+    ///     no_decay: false,
+    ///     tp: None,
+    ///     tp_parts: 1,
+    ///     shared: false,
+    ///     aliases: Vec::new(),
+    ///     fused: vec![part("attention.k"), part("attention.v")],
+    /// };
+    /// let pieces = key_and_value.pieces(15..28);
+    /// assert_eq!((pieces[0].elements.clone(), pieces[0].at.clone()), (15..20, 0..5)); // of the keys
+    /// assert_eq!((pieces[1].elements.clone(), pieces[1].at.clone()), (0..8, 5..13)); // of the values
     /// ```
     pub fn pieces(&self, elements: Range<usize>) -> Vec<TensorPiece<'_>> {
         let mut pieces = Vec::new();
