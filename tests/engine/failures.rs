@@ -110,8 +110,9 @@ fn ranks_that_gather_ahead_differently_learn_it_at_the_next_collective() {
         let loss: Tensor = model.forward(&(true, true, full(3, 1.0)))?;
         model.backward(&loss)?;
         model.set_prefetch(1 + world.rank(), 1)?;
-        let _: Tensor = model.forward(&(true, true, full(3, 1.0)))?;
-        Ok(())
+        let loss: Tensor = model.forward(&(true, true, full(3, 1.0)))?;
+        model.backward(&loss)?;
+        model.finish_grad_sync()
     });
     let error = outcome.unwrap_err().to_string();
     let said = "with 2 units gathered ahead in forwards and 1 in backwards";
