@@ -1,5 +1,6 @@
 //! Ranks that are processes: this test's own program, started once a rank.
 
+use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
 
 use fsdp_runtime::comm::Communicator;
@@ -86,6 +87,31 @@ fn a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded() {
         ];
         assert!(words.iter().all(|word| said.contains(*word)), "{said}");
     }
+}
+
+/// Whoever comes when the others have failed learns why, and does not look for rank 0 until the time-out.
+#[test]
+fn a_process_that_comes_after_rank_0_has_failed_is_told_at_once() {
+    let test = "a_process_that_comes_after_rank_0_has_failed_is_told_at_once";
+    if std::env::var("TCP_TEST").is_ok_and(|started| started == test) {
+        let ended = distributed(|world| -> fsdp_runtime::Result<()> {
+            let sharded = Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop);
+            println!("refused: {}", sharded.is_err());
+            sharded
+        });
+        println!("{}", ended.unwrap_err());
+        return;
+    }
+    let port = free_port();
+    let start = |rank: usize| command(&format!("processes::{test}"), test, rank, 2, port).spawn();
+    let mut first = start(0).expect("it starts");
+    let mut said = BufReader::new(first.stdout.take().expect("it is piped")).lines();
+    assert!(said.any(|line| line.expect("it is text").contains("refused: true")));
+    let second = text(start(1).expect("it starts").wait_with_output().expect("it ends"));
+    let words = "rank 0 refuses rank 1: the run has failed already: rank 0 failed: configuration: a model cannot be sharded";
+    assert!(second.contains(words), "{second}");
+    assert!(said.any(|line| line.expect("it is text").contains("threads of one process (`launch::local`)")));
+    first.wait().expect("it ends");
 }
 
 #[test]

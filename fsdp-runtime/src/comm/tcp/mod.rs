@@ -73,7 +73,8 @@ impl TcpComm {
     /// Joins the ranks that were started together, this one in its `place`; all must call it.
     ///
     /// The rank leaves when the last communicator that was made of this one is dropped: it is a failure if others wait for
-    /// it, or if that happens in a panic. In rank 0 this waits until all others have left.
+    /// it, or if that happens in a panic. In rank 0 this waits until all others have left, and up to 30 seconds after its start
+    /// for those that have not come: they are told if the run has failed.
     ///
     /// # Errors
     /// [`CommError::Invalid`] if rank 0 cannot listen, or ranks on several machines share no secret, [`CommError::TimedOut`]

@@ -25,6 +25,7 @@ use crate::device::Activity;
 /// The world, and who has come.
 pub(super) struct Server {
     hub: Arc<Hub>,
+    started: Instant,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -72,6 +73,9 @@ const TICK: Duration = Duration::from_millis(20);
 const STACK: usize = 256 << 10;
 /// How long ranks have to hear of a failure before rank 0 goes.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// How long after its start rank 0 stays for ranks that have not come yet, to tell them that the run has failed: without it
+/// they would look for rank 0 until their time-out.
+const LATECOMERS: Duration = Duration::from_secs(30);
 
 impl Seat {
     fn client(&self) -> Option<&Arc<Client>> {
@@ -114,19 +118,26 @@ impl Server {
             named("fsdp-doorman").spawn(move || doorman.welcome(&listener))?,
             named("fsdp-crier").spawn(move || crier.cry())?,
         ];
-        Ok(Server { hub, threads })
+        Ok(Server { hub, started: Instant::now(), threads })
     }
 }
 
 impl Drop for Server {
-    /// Waits until all ranks that came have left, or have heard that the world has failed.
+    /// Waits until all ranks that came have left, or have heard that the world has failed, and for a while for those that
+    /// have not come.
     fn drop(&mut self) {
         let mut failed = None;
         let mut seats = self.hub.seats.lock();
-        while seats.iter().any(|seat| seat.client().is_some()) {
-            if self.hub.world.failure().is_some()
-                && failed.get_or_insert_with(Instant::now).elapsed() > FAREWELL
-            {
+        loop {
+            let told = self.hub.world.failure().is_some()
+                && failed.get_or_insert_with(Instant::now).elapsed() > FAREWELL;
+            let late = self.started.elapsed() > LATECOMERS.min(self.hub.timeout);
+            let is_waited_for = |seat: &Seat| match seat {
+                Seat::Taken(_) => !told,
+                Seat::Empty => !late,
+                Seat::Left => false,
+            };
+            if !seats.iter().any(is_waited_for) {
                 break;
             }
             self.hub.changed.wait_for(&mut seats, TICK);
@@ -256,6 +267,13 @@ impl Hub {
             Err(message) => {
                 let message = format!("rank 0 refuses rank {}: {message}", hello.rank);
                 wire::write(stream, &Answer::Refused { message }, &[])?;
+                if self.world.failure().is_some()
+                    && let Some(seat @ Seat::Empty) = self.seats.lock().get_mut(hello.rank)
+                {
+                    // It knows now: rank 0 need not stay for it.
+                    *seat = Seat::Left;
+                    self.changed.notify_all();
+                }
                 Err(ErrorKind::ConnectionRefused.into())
             }
         }
@@ -272,7 +290,7 @@ impl Hub {
             return Ok(Err(format!("it is one of {size} ranks, rank 0 of {}", self.size)));
         }
         if let Some((_, failure)) = self.world.failure() {
-            return Ok(Err(format!("the others have failed: {failure}")));
+            return Ok(Err(format!("the run has failed already: {failure}")));
         }
         let writer = stream.try_clone()?;
         let mut seats = self.seats.lock();
