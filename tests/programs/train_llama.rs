@@ -351,12 +351,21 @@ fn names_of_a_file_are_shortened_in_messages() {
     }
 }
 
-/// Starts a run that would take long, waits until it is in its midst, and asks it to stop so many times.
+/// Starts a run that would take long, waits until it is in its midst, and sends it these signals.
 #[cfg(unix)]
-fn interrupted(place: &Place, options: &[&str], times: usize) -> (Output, usize) {
+fn interrupted(place: &Place, options: &[&str], signals: &[&str]) -> (Output, usize) {
+    interrupted_as(Command::new(program()), place, options, signals)
+}
+
+#[cfg(unix)]
+fn interrupted_as(
+    mut command: Command,
+    place: &Place,
+    options: &[&str],
+    signals: &[&str],
+) -> (Output, usize) {
     // However many steps there are to be, nothing is prepared for all of them.
     let steps = ["--steps", "9223372036854775807", "--metrics", "metrics"];
-    let mut command = Command::new(program());
     command.current_dir(&place.0).args(["--text", "text"]).args(SMALL).args(steps).args(options);
     let run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let lines = || fs::read_to_string(place.path("metrics")).map_or(0, |text| text.lines().count());
@@ -365,8 +374,8 @@ fn interrupted(place: &Place, options: &[&str], times: usize) -> (Output, usize)
         std::thread::sleep(Duration::from_millis(1));
     }
     let pid = run.id().to_string();
-    for _ in 0..times {
-        assert!(Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    for signal in signals {
+        assert!(Command::new("kill").args([signal, &*pid]).status().unwrap().success());
     }
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
@@ -378,7 +387,7 @@ fn interrupted(place: &Place, options: &[&str], times: usize) -> (Output, usize)
 fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
     let place = Place::new();
     let outputs = ["--save-weights", "weights", "--plot", "curves.svg", "--save-pretrained", "model"];
-    let (output, steps) = interrupted(&place, &outputs, 1);
+    let (output, steps) = interrupted(&place, &outputs, &["-INT"]);
     let said = String::from_utf8(output.stdout).unwrap();
     let expected = format!(
         "stopped after step {steps} of 9223372036854775807: nothing is saved of it, as it had no --checkpoints\n"
@@ -390,7 +399,7 @@ fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
 
     let place = Place::new();
     let saved = ["--checkpoints", "run", "--save-every", "1000000"];
-    let (output, steps) = interrupted(&place, &saved, 1);
+    let (output, steps) = interrupted(&place, &saved, &["-INT"]);
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(said.ends_with(": its state is in `run`, from where --resume goes on\n"), "{said}");
     let left: Vec<_> =
@@ -408,8 +417,28 @@ fn ctrl_c_stops_after_a_step_whose_state_is_saved() {
 
     // Asked twice, it does not wait for the end of the step, and leaves nothing unfinished either.
     let place = Place::new();
-    interrupted(&place, &["--save-weights", "weights"], 2);
+    interrupted(&place, &["--save-weights", "weights"], &["-INT", "-INT"]);
     assert_eq!(place.files(), ["metrics", "text"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn every_signal_that_asks_for_an_end_saves_the_state_first() {
+    let saved = |name| ["--checkpoints", name, "--save-every", "1000000"];
+    for signal in ["-TERM", "-HUP", "-USR1", "-USR2"] {
+        let place = Place::new();
+        let (output, steps) = interrupted(&place, &saved("run"), &[signal]);
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(said.ends_with(": its state is in `run`, from where --resume goes on\n"), "{signal}: {said}");
+        assert!(place.path(&format!("run/step-{steps:08}")).is_dir(), "{signal}");
+    }
+    // What was started to outlive its terminal does: the hangup is not what stops it.
+    let place = Place::new();
+    let mut command = Command::new("nohup");
+    command.arg(program());
+    let (output, _) = interrupted_as(command, &place, &saved("run"), &["-HUP", "-HUP", "-INT"]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.ends_with(": its state is in `run`, from where --resume goes on\n"), "{said}");
 }
 
 #[test]

@@ -41,8 +41,9 @@ impl Stop {
         Training(self)
     }
 
-    /// One that Ctrl-C asks for, and so does the signal by which a scheduler ends a program (`SIGTERM`), while ranks train. The
-    /// second time, and when no rank trains, the program ends at once, without the files that are not finished.
+    /// One that Ctrl-C asks for while ranks train, and so does every other signal by which terminals and schedulers ask a program
+    /// to end: `SIGINT`, `SIGTERM`, `SIGHUP` (unless it is ignored, as by `nohup`), `SIGUSR1` and `SIGUSR2`. The second time, and
+    /// when no rank trains, the program ends at once, without the files that are not finished.
     ///
     /// To be called once, before the program has other threads: the signals end a program as before if a thread that was there
     /// already gets them. Where there are no such signals, it is never asked for.
@@ -76,8 +77,33 @@ impl Drop for Training<'_> {
 
 #[cfg(unix)]
 mod signals {
+    use std::ffi::c_int;
     use std::mem::MaybeUninit;
     use std::{io, thread};
+
+    /// The signals that ask a program to end, and would end it at once, with nothing saved. `SIGQUIT` asks for a core dump, not for
+    /// an end.
+    const ENDING: [c_int; 5] = [
+        // Ctrl-C.
+        libc::SIGINT,
+        // `kill`, a system that shuts down, a scheduler whose time is up.
+        libc::SIGTERM,
+        // A terminal that is closed, a connection that is lost.
+        libc::SIGHUP,
+        // The warnings of schedulers before they end a job: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`.
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+    ];
+
+    /// Whether the program was started to live on whatever happens to its terminal, as `nohup` starts it.
+    fn hangups_are_ignored() -> bool {
+        let mut action = MaybeUninit::uninit();
+        // SAFETY: without a new action sigaction only fills the old one, which is read where it says that it did.
+        unsafe {
+            libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
+                && action.assume_init().sa_sigaction == libc::SIG_IGN
+        }
+    }
 
     /// Calls `act` for each of the signals that ask a program to end, on a thread that waits for them. There is no handler that
     /// might interrupt another thread anywhere: all threads that begin from now on leave these signals to that one.
@@ -87,8 +113,12 @@ mod signals {
         let set = unsafe {
             libc::sigemptyset(set.as_mut_ptr());
             let mut set = set.assume_init();
-            libc::sigaddset(&mut set, libc::SIGINT);
-            libc::sigaddset(&mut set, libc::SIGTERM);
+            for signal in ENDING {
+                // A signal that is blocked comes even if it is ignored.
+                if signal != libc::SIGHUP || !hangups_are_ignored() {
+                    libc::sigaddset(&mut set, signal);
+                }
+            }
             match libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
                 0 => set,
                 error => return Err(io::Error::from_raw_os_error(error)),
