@@ -90,14 +90,12 @@ struct ShardingOptions {
     /// What the ranks compute on: cpu, or cuda, in a program built with `--features cuda` (and nccl for several GPUs)
     #[arg(long, value_name = "cpu|cuda", default_value_t)]
     device: TrainDevice,
-    /// What is sharded: no-shard, optim, optim-grads or optim-grads-params; zero0 to zero3 are the same
-    #[arg(long, default_value_t)]
+    #[arg(long, default_value_t, help = format!("What is sharded: {}", Strategy::names()))]
     strategy: Strategy,
     /// Replicas of the sharded model (hybrid sharding): the ranks of each share its shards
     #[arg(long, value_name = "REPLICAS", default_value_t = 1)]
     outer_ranks: usize,
-    /// What the replicas share besides: no-shard, or optim to cut the optimizer state further
-    #[arg(long, default_value_t)]
+    #[arg(long, default_value_t, help = format!("What the replicas share besides: {}; optim cuts the optimizer state further", OuterStrategy::names()))]
     outer_strategy: OuterStrategy,
     /// What becomes of a block's gathered weights until its backward: always and never give them up, or keep one
     /// part in so many on each rank

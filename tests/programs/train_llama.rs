@@ -242,8 +242,13 @@ fn replicas_and_half_precision_train_to_about_the_same_losses() {
 fn an_unknown_strategy_is_answered_with_the_known_ones() {
     let place = Place::new();
     let message = place.refusal(&["--strategy", "zero33"]);
-    let expected = "unknown strategy `zero33`: did you mean `zero3`? expected no-shard, optim, optim-grads or optim-grads-params";
-    assert!(message.contains(expected), "{message}");
+    let names = "no-shard (zero0, ddp), optim (zero1), optim-grads (zero2, shard_grad_op) or optim-grads-params (zero3, \
+                 full_shard, fsdp)";
+    let expected = format!("unknown strategy `zero33`: did you mean `zero3`? expected {names}");
+    assert!(message.contains(&expected), "{message}");
+    let help = Command::new(program()).arg("--help").output().unwrap().stdout;
+    let help = String::from_utf8(help).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(help.contains(&format!("What is sharded: {names}")), "{help}");
     let said = place.train(&["--strategy", "ZeRO-3", "--steps", "1"]).stdout;
     let said = String::from_utf8(said).unwrap();
     assert!(said.contains("2 ranks, strategy optim-grads-params"), "{said}");

@@ -4,23 +4,21 @@ use std::str::FromStr;
 
 use super::{OuterStrategy, Strategy};
 
-/// Every strategy by its own name first, then by the names of ZeRO (Rajbhandari et al., 2020), of PyTorch's DDP and FSDP
-/// (`ShardingStrategy`) and of this crate's variants.
+/// Every strategy by its own name first, then by the names of ZeRO (Rajbhandari et al., 2020) and of PyTorch's DDP and FSDP
+/// (`ShardingStrategy`).
 const STRATEGIES: [(Strategy, &[&str]); 4] = [
-    (Strategy::NoShard, &["no-shard", "zero0", "ddp", "NoShard"]),
-    (Strategy::Optim, &["optim", "zero1", "Optim"]),
-    (Strategy::OptimGrads, &["optim-grads", "zero2", "shard-grad-op", "OptimGrads"]),
-    (Strategy::OptimGradsParams, &["optim-grads-params", "zero3", "full-shard", "fsdp", "OptimGradsParams"]),
+    (Strategy::NoShard, &["no-shard", "zero0", "ddp"]),
+    (Strategy::Optim, &["optim", "zero1"]),
+    (Strategy::OptimGrads, &["optim-grads", "zero2", "shard_grad_op"]),
+    (Strategy::OptimGradsParams, &["optim-grads-params", "zero3", "full_shard", "fsdp"]),
 ];
 
 /// The names of strategies that are two: one inside of a replica, one among replicas.
 const HYBRID: [(&str, &str); 2] =
     [("hybrid-shard", "optim-grads-params"), ("hybrid-shard-zero2", "optim-grads")];
 
-const OUTER: [(OuterStrategy, &[&str]); 2] = [
-    (OuterStrategy::NoShard, &["no-shard", "zero0", "ddp", "NoShard"]),
-    (OuterStrategy::Optim, &["optim", "zero1", "Optim"]),
-];
+const OUTER: [(OuterStrategy, &[&str]); 2] =
+    [(OuterStrategy::NoShard, &["no-shard", "zero0", "ddp"]), (OuterStrategy::Optim, &["optim", "zero1"])];
 
 /// A name without what is written in one way or another: case, and the signs between its parts.
 fn plain(name: &str) -> String {
@@ -30,6 +28,14 @@ fn plain(name: &str) -> String {
 fn find<T: Copy>(table: &[(T, &[&str])], text: &str) -> Option<T> {
     let wanted = plain(text);
     table.iter().find(|(_, names)| names.iter().any(|name| plain(name) == wanted)).map(|(value, _)| *value)
+}
+
+/// All names of a table: `one (also, so) or another (and, so)`.
+fn listed<T>(table: &[(T, &[&str])]) -> String {
+    let entry = |(_, names): &(T, &[&str])| format!("{} ({})", names[0], names[1..].join(", "));
+    let (last, first) = table.split_last().expect("there are strategies");
+    let first: Vec<String> = first.iter().map(entry).collect();
+    format!("{} or {}", first.join(", "), entry(last))
 }
 
 /// A question after a name that is nearly a known one.
@@ -64,14 +70,25 @@ fn shown(text: &str) -> String {
     crate::brief::brief(text)
 }
 
+impl Strategy {
+    /// All names that are understood, for help and messages: `no-shard (zero0, ddp), optim (zero1), ..`.
+    pub fn names() -> String {
+        listed(&STRATEGIES)
+    }
+}
+
+impl OuterStrategy {
+    /// All names that are understood, for help and messages: `no-shard (zero0, ddp) or optim (zero1)`.
+    pub fn names() -> String {
+        listed(&OUTER)
+    }
+}
+
 impl FromStr for Strategy {
     type Err = String;
 
-    /// By its [name](Strategy::name), or as `zero0` to `zero3`, `ddp`, `full-shard` and `shard-grad-op`, in any case and with
-    /// hyphens or underscores.
+    /// By its [name](Strategy::name) or another one of [`Strategy::names`], in any case and with hyphens, underscores or neither.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let expected =
-            "expected no-shard, optim, optim-grads or optim-grads-params, which are zero0 to zero3";
         let hybrid = plain(text);
         let hybrid = hybrid
             .strip_prefix("hsdp")
@@ -83,7 +100,8 @@ impl FromStr for Strategy {
             ));
         }
         find(&STRATEGIES, text).ok_or_else(|| {
-            format!("unknown strategy `{}`: {}{expected}", shown(text), meant(&STRATEGIES, text))
+            let expected = Strategy::names();
+            format!("unknown strategy `{}`: {}expected {expected}", shown(text), meant(&STRATEGIES, text))
         })
     }
 }
@@ -91,14 +109,12 @@ impl FromStr for Strategy {
 impl FromStr for OuterStrategy {
     type Err = String;
 
-    /// By its [name](OuterStrategy::name), or as `zero0` or `zero1`, in any case and with hyphens or underscores.
+    /// By its [name](OuterStrategy::name) or another one of [`OuterStrategy::names`], in any case and with hyphens, underscores or
+    /// neither.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         find(&OUTER, text).ok_or_else(|| {
-            format!(
-                "unknown outer strategy `{}`: {}expected no-shard or optim",
-                shown(text),
-                meant(&OUTER, text)
-            )
+            let expected = OuterStrategy::names();
+            format!("unknown outer strategy `{}`: {}expected {expected}", shown(text), meant(&OUTER, text))
         })
     }
 }
@@ -122,13 +138,21 @@ mod tests {
             ("zero3", Strategy::OptimGradsParams),
             ("ZeRO-3", Strategy::OptimGradsParams),
             ("full_shard", Strategy::OptimGradsParams),
+            ("full-shard", Strategy::OptimGradsParams),
             ("OptimGradsParams", Strategy::OptimGradsParams),
         ] {
             assert_eq!(text.parse(), Ok(strategy), "{text}");
         }
         for strategy in Strategy::ALL {
             assert_eq!(strategy.name().parse(), Ok(strategy));
+            assert_eq!(format!("{strategy:?}").parse(), Ok(strategy));
         }
+        // What is shown is understood.
+        let names = Strategy::names();
+        let shown: Vec<&str> =
+            names.split([' ', ',', '(', ')']).filter(|name| !matches!(*name, "" | "or")).collect();
+        assert_eq!(shown.len(), 12);
+        assert!(shown.iter().all(|name| name.parse::<Strategy>().is_ok()), "{shown:?}");
         assert_eq!("zero1".parse(), Ok(OuterStrategy::Optim));
         assert_eq!("NO_SHARD".parse(), Ok(OuterStrategy::NoShard));
     }
@@ -136,11 +160,11 @@ mod tests {
     #[test]
     fn a_near_miss_is_answered_with_the_name_that_was_meant() {
         let refusal = |text: &str| text.parse::<Strategy>().unwrap_err();
-        let expected =
-            "expected no-shard, optim, optim-grads or optim-grads-params, which are zero0 to zero3";
+        let expected = "expected no-shard (zero0, ddp), optim (zero1), optim-grads (zero2, shard_grad_op) or \
+                        optim-grads-params (zero3, full_shard, fsdp)";
         assert_eq!(
             refusal("full-shards"),
-            format!("unknown strategy `full-shards`: did you mean `full-shard`? {expected}")
+            format!("unknown strategy `full-shards`: did you mean `full_shard`? {expected}")
         );
         assert_eq!(
             refusal("optim-grad"),
@@ -157,6 +181,9 @@ mod tests {
         );
         assert!(refusal(&"z".repeat(100_000)).len() < 400);
         let outer = "optm".parse::<OuterStrategy>().unwrap_err();
-        assert_eq!(outer, "unknown outer strategy `optm`: did you mean `optim`? expected no-shard or optim");
+        assert_eq!(
+            outer,
+            "unknown outer strategy `optm`: did you mean `optim`? expected no-shard (zero0, ddp) or optim (zero1)"
+        );
     }
 }
