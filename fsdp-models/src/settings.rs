@@ -2,12 +2,16 @@
 //! not know is refused by name. A list of what is refused instead would let through whatever is new, and another model would be
 //! trained in silence.
 
+mod kind;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file;
 use fsdp::files::{self, FileError, brief_to};
 use serde_json::{Map, Value};
+
+pub(crate) use kind::Kind;
 
 /// Settings of one kind that a message lists: the rest is counted.
 const LISTED: usize = 8;
@@ -21,8 +25,8 @@ const TEXT: usize = 40;
 /// What a reader does with settings of these names. A name that ends in `*` stands for all that begin so.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Known {
-    /// They are read.
-    Read(&'static [&'static str]),
+    /// They are read, and have values of this kind.
+    Read(Kind, &'static [&'static str]),
     /// Whatever they are, they say nothing of what is done here. The table says in a comment why.
     Ignored(&'static [&'static str]),
     /// Implemented for these values alone.
@@ -66,12 +70,18 @@ impl Table {
         &self,
         settings: impl Iterator<Item = (&'a String, &'a V)>,
     ) -> Refusals {
-        let mut settings: Vec<_> = settings.filter(|(_, value)| !value.is_unset()).collect();
+        let mut settings: Vec<_> = settings.collect();
         settings.sort_by_key(|(name, _)| *name);
         let mut refusals = Refusals::default();
         for (name, value) in settings {
             let known = self.known.iter().find(|known| known.names().any(|known| stands_for(known, name)));
             match known {
+                Some(Known::Read(kind, _)) => {
+                    if let Some(misfit) = value.misfit(*kind) {
+                        refusals.wrong(name, &misfit, *kind);
+                    }
+                }
+                _ if value.is_unset() => {}
                 Some(Known::Only(_, values)) if !values.iter().any(|plain| value.is(plain)) => {
                     refusals.only(name, &value.shown(), values);
                 }
@@ -87,7 +97,7 @@ impl Table {
 impl Known {
     fn names(&self) -> impl Iterator<Item = &'static str> {
         let (one, many) = match *self {
-            Known::Read(names) | Known::Ignored(names) => (None, names),
+            Known::Read(_, names) | Known::Ignored(names) => (None, names),
             Known::Only(name, _) => (Some(name), [].as_slice()),
         };
         one.into_iter().chain(many.iter().copied())
@@ -106,6 +116,8 @@ pub(crate) trait Setting {
     /// `null`, or an empty list or map.
     fn is_unset(&self) -> bool;
     fn is(&self, plain: &Plain) -> bool;
+    /// What it is or holds, in words that follow its name, if it is not of this kind. `null` is of every kind.
+    fn misfit(&self, kind: Kind) -> Option<String>;
     /// For a message.
     fn shown(&self) -> String;
 }
@@ -127,6 +139,10 @@ impl Setting for Value {
             Plain::Number(value) => self.as_f64() == Some(*value),
             Plain::Text(text) => self.as_str() == Some(text),
         }
+    }
+
+    fn misfit(&self, kind: Kind) -> Option<String> {
+        kind.misfit(self)
     }
 
     fn shown(&self) -> String {
@@ -167,6 +183,10 @@ impl Setting for gguf_file::Value {
         }
     }
 
+    fn misfit(&self, kind: Kind) -> Option<String> {
+        kind.misfit_gguf(self)
+    }
+
     fn shown(&self) -> String {
         match self {
             gguf_file::Value::Array(values) => format!("a list of {}", values.len()),
@@ -204,6 +224,11 @@ impl Refusals {
         let verb = if values.len() == 1 { "is" } else { "are" };
         let name = brief_to(name, NAME);
         self.known.push(format!("{name} is {value}: only {} {verb} supported", values.join(", ")));
+    }
+
+    /// A setting that has a value of another kind; `misfit` says what it is or holds.
+    pub fn wrong(&mut self, name: &str, misfit: &str, kind: Kind) {
+        self.known.push(format!("{} {misfit}: expected {}", brief_to(name, NAME), kind.expected()));
     }
 
     /// Those of settings within the one of this name.
@@ -276,7 +301,8 @@ mod tests {
 
     const TABLE: Table = Table {
         known: &[
-            Known::Read(&["size"]),
+            Known::Read(Kind::Size, &["size"]),
+            Known::Read(Kind::Ids, &["ends"]),
             Known::Ignored(&["name", "made.*"]),
             Known::Only("made", &[Plain::Text("here"), Plain::Unset]),
             Known::Only("scale", &[Plain::Number(1.0)]),
@@ -311,6 +337,21 @@ mod tests {
             message,
             "made is `there`: only `here`, null are supported; scale is 2: only 1 is supported; unknown settings `made_` (a list of \
              2), `on` (false), `zeta` (`x`): they may change what the file means; if they do not, remove them"
+        );
+    }
+
+    #[test]
+    fn a_value_of_another_kind_is_refused_by_the_name_of_its_setting() {
+        assert_eq!(
+            message(TABLE, json!({"size": "3", "ends": [1, "a"], "made": "there"})),
+            "ends holds `a`: expected the id of a token or a list of ids; made is `there`: only `here`, null are supported; size is \
+             `3`: expected a whole number from 0 on"
+        );
+        // What is not set has no value; an empty list is one.
+        assert_eq!(message(TABLE, json!({"size": null, "ends": []})), "");
+        assert_eq!(
+            message(TABLE, json!({"size": []})),
+            "size is a list of 0: expected a whole number from 0 on"
         );
     }
 

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{ConfigError, LlamaConfig};
-use crate::settings::{Known, Plain, Refusals, Setting, Table};
+use crate::settings::{Kind, Known, Plain, Refusals, Setting, Table};
 
 /// What is read of a file, with the defaults of the format.
 #[derive(Deserialize)]
@@ -45,7 +45,10 @@ pub(super) fn read(json: &Map<String, Value>, path: Option<&Path>) -> Result<Lla
         Some((_, rope)) => serde_json::from_value(rope.clone()).map_err(malformed)?,
         None => Rope::default(),
     };
-    let read: Read = serde_json::from_value(Value::Object(json.clone())).map_err(malformed)?;
+    // What is null is missing.
+    let set = json.iter().filter(|(_, value)| !value.is_null());
+    let set: Map<String, Value> = set.map(|(name, value)| (name.clone(), value.clone())).collect();
+    let read: Read = serde_json::from_value(Value::Object(set)).map_err(malformed)?;
     Ok(LlamaConfig {
         hidden_size: read.hidden_size,
         intermediate_size: read.intermediate_size,
@@ -105,7 +108,8 @@ fn check_rope(name: &'static str, rope: &Value, refusals: &mut Refusals) {
 
 const ROPE: Table = Table {
     known: &[
-        Known::Read(&["rope_type", "type", "rope_theta"]),
+        Known::Read(Kind::Text, &["rope_type", "type"]),
+        Known::Read(Kind::Number, &["rope_theta"]),
         Known::Only("partial_rotary_factor", &[Plain::Number(1.0)]),
         Known::Only("factor", &[Plain::Number(1.0)]),
     ],
@@ -115,24 +119,25 @@ const ROPE: Table = Table {
 /// Every setting that a Llama's `config.json` may have. A switch that is off counts as set: there are models whose default is on.
 const CONFIG: Table = Table {
     known: &[
-        Known::Read(&[
-            "architectures",
-            "head_dim",
-            "hidden_size",
-            "initializer_range",
-            "intermediate_size",
-            "max_position_embeddings",
-            "model_type",
-            "num_attention_heads",
-            "num_hidden_layers",
-            "num_key_value_heads",
-            "rms_norm_eps",
-            "rope_parameters",
-            "rope_scaling",
-            "rope_theta",
-            "tie_word_embeddings",
-            "vocab_size",
-        ]),
+        // Looked at before the others.
+        Known::Read(Kind::Any, &["architectures", "model_type", "rope_parameters", "rope_scaling"]),
+        Known::Read(
+            Kind::Size,
+            &[
+                "head_dim",
+                "hidden_size",
+                "intermediate_size",
+                "max_position_embeddings",
+                "num_attention_heads",
+                "num_hidden_layers",
+                "num_key_value_heads",
+                "vocab_size",
+            ],
+        ),
+        Known::Read(Kind::Number, &["initializer_range", "rms_norm_eps", "rope_theta"]),
+        Known::Read(Kind::Bool, &["tie_word_embeddings"]),
+        // By the tokenizer.
+        Known::Read(Kind::Ids, &["bos_token_id", "eos_token_id"]),
         Known::Only("add_cross_attention", &[Plain::Bool(false)]),
         Known::Only("attention_bias", &[Plain::Bool(false)]),
         Known::Only("attention_dropout", &[Plain::Number(0.0)]),
@@ -148,14 +153,7 @@ const CONFIG: Table = Table {
         Known::Only("sliding_window", &[Plain::Unset]),
         Known::Only("use_sliding_window", &[Plain::Bool(false)]),
         // Special tokens: the tokenizer's.
-        Known::Ignored(&[
-            "bos_token_id",
-            "decoder_start_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "sep_token_id",
-            "tokenizer_class",
-        ]),
+        Known::Ignored(&["decoder_start_token_id", "pad_token_id", "sep_token_id", "tokenizer_class"]),
         // Where the file comes from, and the code of others that would read it.
         Known::Ignored(&[
             "_commit_hash",
@@ -290,6 +288,23 @@ mod tests {
         let text = format!("{{{MINIMAL}, \"clip_qkv\": 8}}");
         let error = serde_json::from_str::<super::LlamaConfig>(&text).unwrap_err().to_string();
         assert!(error.starts_with("unknown setting `clip_qkv` (8): "), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_another_kind_is_refused_by_its_name() {
+        assert_eq!(
+            message(
+                r#""rope_theta": "1e4", "num_key_value_heads": 2.5, "tie_word_embeddings": "no", "head_dim": []"#
+            ),
+            "head_dim is a list of 0: expected a whole number from 0 on; num_key_value_heads is 2.5: expected a whole number from 0 \
+             on; rope_theta is `1e4`: expected a number; tie_word_embeddings is `no`: expected true or false"
+        );
+        assert_eq!(
+            message(r#""eos_token_id": ["a"], "rope_scaling": {"rope_type": "default", "rope_theta": true}"#),
+            "eos_token_id holds `a`: expected the id of a token or a list of ids; rope_scaling.rope_theta is true: expected a number"
+        );
+        let unset = read(r#"{"hidden_size": null}"#).unwrap_err().to_string();
+        assert!(unset.contains("missing field `hidden_size`"), "{unset}");
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::config::MAX_CONFIG;
 use crate::llama::Llama;
 use crate::paths::check_model_dir;
 use crate::pretrained::LoadReport;
-use crate::settings::{Known, Plain, Setting, Table, read_object};
+use crate::settings::{Kind, Known, Plain, Setting, Table, read_object};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
@@ -138,8 +138,10 @@ impl LoraConfig {
                 )));
             }
         };
+        // What is null is missing.
+        let set = json.into_iter().filter(|(_, value)| !value.is_null()).collect();
         let read: Read =
-            serde_json::from_value(Value::Object(json)).map_err(|error| refused(error.to_string()))?;
+            serde_json::from_value(Value::Object(set)).map_err(|error| refused(error.to_string()))?;
         let config = LoraConfig { rank: read.r, alpha: read.lora_alpha, targets, dropout: read.lora_dropout };
         config.validate()?;
         Ok(config)
@@ -150,7 +152,10 @@ impl LoraConfig {
 const TABLE: Table = Table {
     known: &[
         Known::Only("peft_type", &[Plain::Text("LORA")]),
-        Known::Read(&["lora_alpha", "lora_dropout", "r", "target_modules"]),
+        Known::Read(Kind::Size, &["r"]),
+        Known::Read(Kind::Number, &["lora_alpha", "lora_dropout"]),
+        // Of several kinds.
+        Known::Read(Kind::Any, &["target_modules"]),
         Known::Only("alora_invocation_tokens", &[Plain::Unset]),
         Known::Only("alpha_pattern", &[Plain::Unset]),
         Known::Only("bias", &[Plain::Text("none")]),
@@ -307,6 +312,10 @@ mod tests {
                 r#", "alora_invocation_tokens": [4, 5]"#,
                 "alora_invocation_tokens is a list of 2: only null is supported",
             ),
+            // The last of two counts.
+            (r#", "r": "4""#, "r is `4`: expected a whole number from 0 on"),
+            (r#", "lora_dropout": "none""#, "lora_dropout is `none`: expected a number"),
+            (r#", "r": null"#, "missing field `r`"),
             (r#", "layers_to_transform": 1"#, "layers_to_transform is 1: only null is supported"),
             (
                 r#", "init_lora_weights": "pissa_niter_4""#,

@@ -8,15 +8,18 @@ use serde_json::{Map, Value};
 use super::error::PretrainedError;
 use super::writer::write_json;
 use crate::config::MAX_CONFIG;
-use crate::settings::{Known, Table, read_object};
+use crate::settings::{Kind, Known, Refusals, Table, read_object};
 
 const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// The tokens that begin and end a text, in this file and in `config.json`.
+const TOKENS: [&str; 2] = ["bos_token_id", "eos_token_id"];
 
 /// What it may say. Completions here are made by settings that are given with them, so most of it is not looked at, as long as it
 /// is known what it is.
 const TABLE: Table = Table {
     known: &[
-        Known::Read(&["bos_token_id", "eos_token_id"]),
+        Known::Read(Kind::Ids, &TOKENS),
         // Where the file comes from.
         Known::Ignored(&["_from_model_config", "transformers_version"]),
         // Other tokens.
@@ -117,7 +120,13 @@ pub(crate) fn write_generation_config(dir: &Path, json: &Map<String, Value>) -> 
     file.commit()
 }
 
-/// The ids that a setting names: one, or a list of them.
+/// Refuses tokens of a `config.json` that are no ids. What else it says belongs to its model.
+pub(crate) fn check_tokens(json: &Map<String, Value>) -> Refusals {
+    let table = Table { known: &[Known::Read(Kind::Ids, &TOKENS)], off_is_unset: true };
+    table.check(json.iter().filter(|(name, _)| TOKENS.contains(&name.as_str())))
+}
+
+/// The ids that a setting names: one, or a list of them. The file has been checked.
 pub(crate) fn token_ids(json: &Map<String, Value>, field: &str) -> Vec<u32> {
     let id = |value: &Value| u32::try_from(value.as_u64()?).ok();
     match json.get(field) {

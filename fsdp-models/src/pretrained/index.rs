@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::error::PretrainedError;
-use crate::settings::{Known, Table, read_object};
+use crate::settings::{Kind, Known, Table, read_object};
 
 /// The index of a checkpoint of several files.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -31,8 +31,10 @@ struct IndexJson {
 }
 
 /// What an index may hold. Its metadata count bytes and parameters, which the files say themselves.
-const TABLE: Table =
-    Table { known: &[Known::Read(&["weight_map"]), Known::Ignored(&["metadata"])], off_is_unset: false };
+const TABLE: Table = Table {
+    known: &[Known::Read(Kind::Texts, &["weight_map"]), Known::Ignored(&["metadata"])],
+    off_is_unset: false,
+};
 
 impl ShardedTensorFiles {
     /// Opens an index, and all files that it names in its directory.
@@ -44,7 +46,9 @@ impl ShardedTensorFiles {
         let invalid = |reason: String| PretrainedError::Index { path: path.to_path_buf(), reason };
         let json = read_object(path, MAX_INDEX)?.map_err(|error| invalid(said(error)))?;
         TABLE.check(json.iter()).into_result(Some(path)).map_err(PretrainedError::from)?;
-        let index: Result<IndexJson, _> = serde_json::from_value(Value::Object(json));
+        // What is null is missing.
+        let set = json.into_iter().filter(|(_, value)| !value.is_null()).collect();
+        let index: Result<IndexJson, _> = serde_json::from_value(Value::Object(set));
         let index = index.map_err(|error| invalid(said(error)))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();
         names.sort();

@@ -23,7 +23,7 @@ use fsdp::{Fsdp, FsdpConfig, FullyShard};
 use serde_json::{Map, Value};
 
 pub use error::PretrainedError;
-pub(crate) use generation::{read_generation_config, token_ids, write_generation_config};
+pub(crate) use generation::{check_tokens, read_generation_config, token_ids, write_generation_config};
 pub use gguf::GgufFile;
 pub use identity::Identity;
 pub use index::ShardedTensorFiles;

@@ -12,8 +12,9 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::tokenizer::SplitDelimiterBehavior;
 
+use super::guard::guarded;
 use super::tables::GGUF;
-use super::{Tokenizer, TokenizerError, guarded};
+use super::{Tokenizer, TokenizerError};
 use crate::pretrained::gguf::read_content;
 use crate::settings::Setting;
 

@@ -3,10 +3,10 @@
 mod bytes;
 mod gguf;
 mod growth;
+mod guard;
 mod tables;
 
 use std::io::{ErrorKind, Write};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use fsdp::files::{self, AtomicFile, FileError, brief_to, said};
@@ -15,8 +15,9 @@ use serde_json::{Map, Value};
 use tokenizers::utils::padding::PaddingParams;
 use tokenizers::utils::truncation::TruncationParams;
 
+use self::guard::guarded;
 use crate::config::MAX_CONFIG;
-use crate::pretrained::{PretrainedError, is_gguf, read_generation_config, token_ids};
+use crate::pretrained::{PretrainedError, check_tokens, is_gguf, read_generation_config, token_ids};
 use crate::settings::{SettingsError, read_object};
 
 /// Largest tokenizer, in bytes.
@@ -240,14 +241,12 @@ fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
     let path = dir.join("config.json");
     match read_object(&path, MAX_CONFIG) {
         Err(error) if error.source.kind() == ErrorKind::NotFound => Ok(None),
-        json => Ok(Some(json?.map_err(|source| PretrainedError::Json { path, source })?)),
+        json => {
+            let json = json?.map_err(|source| PretrainedError::Json { path: path.clone(), source })?;
+            check_tokens(&json).into_result(Some(&path)).map_err(PretrainedError::from)?;
+            Ok(Some(json))
+        }
     }
-}
-
-/// The libraries that build and run tokenizers check their input, but not against all that a damaged file can hold.
-fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    let outcome = catch_unwind(AssertUnwindSafe(work));
-    outcome.unwrap_or_else(|_| Err("its parts contradict each other".to_owned()))
 }
 
 /// Why a tokenizer cannot be had or used.

@@ -7,40 +7,30 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-use crate::settings::{Known, Plain, Refusals, Setting, Table};
+use crate::settings::{Kind, Known, Plain, Refusals, Setting, Table};
 
 /// The sections of a `tokenizer.json`. What they hold is the business of the library that builds the tokenizer.
 const SECTIONS: Table = Table {
-    known: &[Known::Read(&[
-        "added_tokens",
-        "decoder",
-        "model",
-        "normalizer",
-        "padding",
-        "post_processor",
-        "pre_tokenizer",
-        "truncation",
-        "version",
-    ])],
+    known: &[
+        Known::Read(Kind::List, &["added_tokens"]),
+        Known::Read(
+            Kind::Map,
+            &["decoder", "model", "normalizer", "padding", "post_processor", "pre_tokenizer", "truncation"],
+        ),
+        Known::Read(Kind::Text, &["version"]),
+    ],
     off_is_unset: false,
 };
 
 /// The section of the model, whose settings the library passes over if it does not know them.
 const MODEL: Table = Table {
     known: &[
-        Known::Read(&[
-            "byte_fallback",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-            "fuse_unk",
-            "ignore_merges",
-            "max_input_chars_per_word",
-            "merges",
-            "type",
-            "unk_id",
-            "unk_token",
-            "vocab",
-        ]),
+        Known::Read(Kind::Bool, &["byte_fallback", "fuse_unk", "ignore_merges"]),
+        Known::Read(Kind::Text, &["continuing_subword_prefix", "end_of_word_suffix", "type", "unk_token"]),
+        Known::Read(Kind::Size, &["max_input_chars_per_word", "unk_id"]),
+        Known::Read(Kind::List, &["merges"]),
+        // A map, or a list with a score for each token.
+        Known::Read(Kind::Any, &["vocab"]),
         // Merges that are left out at random: every rank would cut a text in another way.
         Known::Only("dropout", &[Plain::Number(0.0)]),
     ],
@@ -141,6 +131,15 @@ impl Setting for Shallow {
         }
     }
 
+    fn misfit(&self, kind: Kind) -> Option<String> {
+        let fits = match self {
+            Shallow::Scalar(value) => return value.misfit(kind),
+            Shallow::List(_) => matches!(kind, Kind::Any | Kind::List),
+            Shallow::Map(_) => matches!(kind, Kind::Any | Kind::Map),
+        };
+        (!fits).then(|| format!("is {}", self.shown()))
+    }
+
     fn shown(&self) -> String {
         match self {
             Shallow::Scalar(value) => value.shown(),
@@ -153,7 +152,8 @@ impl Setting for Shallow {
 /// What a `tokenizer_config.json` may say beside a `tokenizer.json`. Every switch is written there.
 const CONFIG: Table = Table {
     known: &[
-        Known::Read(&["added_tokens_decoder", "bos_token", "eos_token"]),
+        Known::Read(Kind::Map, &["added_tokens_decoder"]),
+        Known::Read(Kind::Token, &["bos_token", "eos_token"]),
         // What comes around a text: `tokenizer.json` says it, for `transformers` 5 too.
         Known::Ignored(&["add_bos_token", "add_eos_token"]),
         // Texts of special tokens become those tokens.
@@ -232,23 +232,30 @@ pub(super) fn check_config(config: &Map<String, Value>) -> Refusals {
 /// What a GGUF file may say of a tokenizer with a byte-level vocabulary.
 pub(super) const GGUF: Table = Table {
     known: &[
-        Known::Read(&[
-            "tokenizer.chat_template",
-            "tokenizer.ggml.add_bos_token",
-            "tokenizer.ggml.add_eos_token",
-            "tokenizer.ggml.add_space_prefix",
-            "tokenizer.ggml.bos_token_id",
-            "tokenizer.ggml.eom_token_id",
-            "tokenizer.ggml.eos_token_id",
-            "tokenizer.ggml.eot_token_id",
-            "tokenizer.ggml.merges",
-            "tokenizer.ggml.model",
-            "tokenizer.ggml.padding_token_id",
-            "tokenizer.ggml.pre",
-            "tokenizer.ggml.token_type",
-            "tokenizer.ggml.tokens",
-            "tokenizer.ggml.unknown_token_id",
-        ]),
+        Known::Read(Kind::Text, &["tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"]),
+        Known::Read(
+            Kind::Bool,
+            &[
+                "tokenizer.ggml.add_bos_token",
+                "tokenizer.ggml.add_eos_token",
+                "tokenizer.ggml.add_space_prefix",
+            ],
+        ),
+        Known::Read(
+            Kind::Id,
+            &[
+                "tokenizer.ggml.bos_token_id",
+                "tokenizer.ggml.eom_token_id",
+                "tokenizer.ggml.eos_token_id",
+                "tokenizer.ggml.eot_token_id",
+                "tokenizer.ggml.padding_token_id",
+                "tokenizer.ggml.unknown_token_id",
+            ],
+        ),
+        Known::Read(
+            Kind::List,
+            &["tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.tokens"],
+        ),
         Known::Only("tokenizer.ggml.add_sep_token", &[Plain::Bool(false)]),
         Known::Only("tokenizer.ggml.remove_extra_whitespaces", &[Plain::Bool(false)]),
         // Other special tokens, most of them for filling in the middle of a text.

@@ -337,6 +337,53 @@ fn everything_that_ends_a_text_is_known() {
     assert!(message.contains("generation_config.json` is not a JSON object: "), "{message}");
 }
 
+/// Read as none, a text would never end.
+#[test]
+fn tokens_that_are_no_ids_are_refused_by_the_name_of_the_setting() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| fs::write(dir.path().join(name), text).unwrap();
+    let ids = "expected the id of a token or a list of ids";
+    let token = "expected the text of a token, or a map with it as `content`";
+    for (file, json, expected) in [
+        ("generation_config.json", r#"{"eos_token_id": ["a"]}"#, format!("eos_token_id holds `a`: {ids}")),
+        ("generation_config.json", r#"{"eos_token_id": -1}"#, format!("eos_token_id is -1: {ids}")),
+        ("generation_config.json", r#"{"bos_token_id": 1.5}"#, format!("bos_token_id is 1.5: {ids}")),
+        (
+            "config.json",
+            r#"{"model_type": "qwen2", "eos_token_id": [2, -1]}"#,
+            format!("eos_token_id holds -1: {ids}"),
+        ),
+        ("tokenizer_config.json", r#"{"eos_token": 2}"#, format!("eos_token is 2: {token}")),
+        (
+            "tokenizer_config.json",
+            r#"{"bos_token": {"special": true}}"#,
+            format!("bos_token is a map of 1: {token}"),
+        ),
+        (
+            "tokenizer_config.json",
+            r#"{"added_tokens_decoder": [1]}"#,
+            "added_tokens_decoder is a list of 1: expected a map".into(),
+        ),
+    ] {
+        write_json(dir.path(), |_| {});
+        write(file, json);
+        let message = Tokenizer::open(dir.path()).unwrap_err().to_string();
+        assert!(message.ends_with(&format!("{file}`: {expected}")), "{message}");
+        fs::remove_file(dir.path().join(file)).unwrap();
+    }
+    write_json(dir.path(), |json| json["model"]["ignore_merges"] = json!("yes"));
+    let message = Tokenizer::open(dir.path()).unwrap_err().to_string();
+    assert!(
+        message.ends_with("tokenizer.json`: model.ignore_merges is `yes`: expected true or false"),
+        "{message}"
+    );
+    let path = dir.path().join("model.gguf");
+    write_gguf(&path, |metadata| replace(metadata, "tokenizer.ggml.eos_token_id", Value::I32(-1)));
+    let message = Tokenizer::open(&path).unwrap_err().to_string();
+    let expected = "model.gguf`: tokenizer.ggml.eos_token_id is -1: expected the id of a token";
+    assert!(message.ends_with(expected), "{message}");
+}
+
 #[test]
 fn what_ends_a_text_is_found_beside_the_tokenizer() {
     let dir = tempfile::tempdir().unwrap();

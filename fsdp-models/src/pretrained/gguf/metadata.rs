@@ -7,7 +7,7 @@ use candle_core::quantized::gguf_file::Value;
 
 use super::super::error::PretrainedError;
 use crate::LlamaConfig;
-use crate::settings::{Known, Plain, Setting, Table};
+use crate::settings::{Kind, Known, Plain, Setting, Table};
 
 /// How the names begin that the format gives a meaning to.
 const READ: [&str; 4] = ["general.", "llama.", "split.", "tokenizer."];
@@ -18,21 +18,25 @@ const MODEL: Table = Table {
         Known::Only("general.architecture", &[Plain::Text("llama")]),
         // An adapter, a projector or an importance matrix has no model's tensors.
         Known::Only("general.type", &[Plain::Text("model")]),
-        Known::Read(&[
-            "general.alignment",
-            "llama.attention.head_count",
-            "llama.attention.head_count_kv",
-            "llama.attention.key_length",
-            "llama.attention.layer_norm_rms_epsilon",
-            "llama.attention.value_length",
-            "llama.block_count",
-            "llama.context_length",
-            "llama.embedding_length",
-            "llama.feed_forward_length",
-            "llama.rope.dimension_count",
-            "llama.rope.freq_base",
-            "llama.vocab_size",
-        ]),
+        // Its readers say what a number must be.
+        Known::Read(
+            Kind::Any,
+            &[
+                "general.alignment",
+                "llama.attention.head_count",
+                "llama.attention.head_count_kv",
+                "llama.attention.key_length",
+                "llama.attention.layer_norm_rms_epsilon",
+                "llama.attention.value_length",
+                "llama.block_count",
+                "llama.context_length",
+                "llama.embedding_length",
+                "llama.feed_forward_length",
+                "llama.rope.dimension_count",
+                "llama.rope.freq_base",
+                "llama.vocab_size",
+            ],
+        ),
         Known::Only("llama.attention.causal", &[Plain::Bool(true)]),
         Known::Only("llama.expert_count", &[Plain::Number(0.0)]),
         Known::Only("llama.expert_used_count", &[Plain::Number(0.0)]),
