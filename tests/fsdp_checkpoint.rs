@@ -204,6 +204,55 @@ fn inspect_writes_json_for_programs() {
 }
 
 #[test]
+fn inspect_shows_what_a_model_is_beyond_its_tensors() {
+    #[derive(FsdpUnit)]
+    enum Act {
+        Relu,
+        Scaled(Param),
+    }
+    #[derive(FsdpUnit)]
+    struct Tied {
+        first: Act,
+        second: Act,
+        bias: Option<Param>,
+        embed: Param,
+        #[fsdp(tie_with = "embed")]
+        head: Param,
+    }
+    let place = Place::new();
+    let new = || Tied {
+        first: Act::Relu,
+        second: Act::Scaled(Param::new(2)),
+        bias: Some(Param::new(2)),
+        embed: Param::new(3),
+        head: Param::new(3),
+    };
+    launch::local(2, |world| -> fsdp::Result<()> {
+        let model = new().fully_shard(&world.data_parallel_mesh())?;
+        Checkpoints::new(place.path("run")).save(Contents::of(&model)).map(drop)
+    })
+    .unwrap();
+    let text = place.run(0, &["inspect", "run"]);
+    let expected = "
+variant of
+----------  -----------
+first       Act::Relu
+second      Act::Scaled
+
+tie of
+------  -----
+head    embed
+
+section ";
+    assert!(text.contains(expected), "{text}");
+    let json: Value = serde_json::from_str(&place.run(0, &["inspect", "run", "--json"])).unwrap();
+    let model = serde_json::json!({
+        "variants": {"bias": "Some", "first": "Act::Relu", "second": "Act::Scaled"}, "ties": {"head": "embed"}, "buffers": [],
+    });
+    assert_eq!(json["model"], model);
+}
+
+#[test]
 fn verify_lists_all_that_is_damaged() {
     let place = Place::new();
     // Two blocks and a bit on each rank.

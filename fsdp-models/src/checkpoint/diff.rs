@@ -7,7 +7,7 @@ use fsdp::checkpoint::{Index, MODEL};
 use serde_json::Value;
 
 use super::elements::ValueDifference;
-use super::facts::{dims, flatten, printable, shown};
+use super::facts::{dims, flatten, printable, shown, ties, variants};
 use super::sides::Side;
 use crate::trainer::quantity;
 use crate::trainer::table::{Align, Table};
@@ -131,11 +131,10 @@ fn facts(a: &Index, b: &Index) -> Vec<PairDifference> {
     let all = |index: &Index| {
         let mut facts = flatten(&index.values);
         if let Some(model) = index.model.as_ref().filter(|_| described) {
-            // The tensors of an option say whether it has something.
-            let variants = model.variants.iter().filter(|(_, variant)| *variant != "Some");
-            let variants = variants.map(|(path, variant)| (format!("variant of {path}"), variant));
-            let ties = model.ties.iter().map(|(name, first)| (format!("tie of {name}"), first));
-            facts.extend(variants.chain(ties).map(|(name, text)| (name, text.as_str().into())));
+            let variants =
+                variants(model).into_iter().map(|(path, text)| (format!("variant of {path}"), text));
+            let ties = ties(model).into_iter().map(|(name, text)| (format!("tie of {name}"), text));
+            facts.extend(variants.chain(ties).map(|(name, text)| (name, text.into())));
         }
         facts.insert("step".into(), index.step.into());
         facts.insert("seed".into(), index.seed.into());

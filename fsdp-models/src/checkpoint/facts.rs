@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use fsdp::checkpoint::ModelDescription;
 use fsdp::files::brief_to;
 use serde_json::Value;
 
@@ -39,6 +40,20 @@ pub(super) fn shown(value: &Value) -> String {
 /// A name from a file, in a line or a cell.
 pub(super) fn printable(text: &str) -> String {
     brief_to(text, CELL)
+}
+
+/// The enums of a model by their paths, and which variant each is. Options are left out: their tensors say whether they have
+/// something.
+pub(super) fn variants(model: &ModelDescription) -> Vec<(&str, &str)> {
+    let variants = model.variants.iter().filter(|(_, variant)| *variant != "Some");
+    variants
+        .map(|(path, variant)| (if path.is_empty() { "(root)" } else { path }, variant.as_str()))
+        .collect()
+}
+
+/// The further names of tied tensors, and the name that each is saved under.
+pub(super) fn ties(model: &ModelDescription) -> Vec<(&str, &str)> {
+    model.ties.iter().map(|(name, first)| (name.as_str(), first.as_str())).collect()
 }
 
 /// `1 rank`, `2 ranks`.

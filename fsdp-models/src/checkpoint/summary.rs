@@ -5,7 +5,7 @@ use std::fmt;
 use fsdp::checkpoint::{Checkpoint, CheckpointError, Checkpoints, Index, MODEL, Section, StoredTensor};
 use serde_json::{Map, Value, json};
 
-use super::facts::{dims, flatten, printable, ranks_text, shown};
+use super::facts::{dims, flatten, printable, ranks_text, shown, ties, variants};
 use crate::trainer::quantity;
 use crate::trainer::table::{Align, Table};
 
@@ -92,8 +92,8 @@ fn totals(section: &Section) -> (u64, u64) {
     section.values().fold((0, 0), add)
 }
 
-/// A checkpoint for a person: who wrote it, its values, a table of its sections, and tables of the tensors in `sections`
-/// (if there are none, in `model`).
+/// A checkpoint for a person: who wrote it, its values, which variants the model's enums are and what is tied, a table of its
+/// sections, and tables of the tensors in `sections` (if there are none, in `model`).
 ///
 /// # Errors
 /// If it has no such section.
@@ -110,6 +110,17 @@ pub fn summary(checkpoint: &Checkpoint, sections: &[String]) -> crate::Result<St
             table.row([printable(&name), shown(&value)]);
         }
         text.push_str(&format!("{table}\n"));
+    }
+    if let Some(model) = &index.model {
+        for (title, described) in [("variant of", variants(model)), ("tie of", ties(model))] {
+            if !described.is_empty() {
+                let mut table = Table::new([(title, Left), ("", Left)]);
+                for (name, text) in described {
+                    table.row([name, text].map(printable));
+                }
+                text.push_str(&format!("{table}\n"));
+            }
+        }
     }
     text.push_str(&sections_table(index).to_string());
     for section in chosen {
@@ -246,6 +257,7 @@ pub fn summary_json(checkpoint: &Checkpoint, sections: &[String]) -> crate::Resu
         "seed": index.seed,
         "written_by": index.written_by,
         "values": index.values,
+        "model": index.model,
         "bytes": index.bytes(),
         "files": files.collect::<Vec<_>>(),
         "sections": sections.collect::<Vec<_>>(),
