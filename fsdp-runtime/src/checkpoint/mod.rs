@@ -19,7 +19,7 @@
 //! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. On the same
 //! mesh, with the same strategy and alignment of shards, training goes on bit for bit; else to the order of sums.
 //!
-//! The program `examples/fsdp-checkpoint.rs` shows checkpoints, verifies, compares and exports them.
+//! The program `fsdp checkpoint`, of the crate `fsdp-cli`, shows checkpoints, verifies, compares and exports them.
 
 mod agree;
 mod background;

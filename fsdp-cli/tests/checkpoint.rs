@@ -1,11 +1,8 @@
-//! `examples/fsdp-checkpoint.rs` as a user runs it.
-
-mod support;
+//! `fsdp checkpoint` as a user runs it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 use fsdp::checkpoint::{Checkpoint, Checkpoints, Contents, Index};
@@ -17,9 +14,11 @@ use fsdp_models::{Llama, LlamaConfig};
 use serde_json::Value;
 use tempfile::TempDir;
 
-fn program() -> &'static Path {
-    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| support::example("fsdp-checkpoint"))
+/// The program with these options after the name of its subcommand.
+fn program(options: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fsdp"));
+    command.arg("checkpoint").args(options);
+    command
 }
 
 struct Place(TempDir);
@@ -35,7 +34,7 @@ impl Place {
 
     /// Standard output of a run that must end with this status, and say nothing else.
     fn run(&self, status: i32, options: &[&str]) -> String {
-        let output = Command::new(program()).current_dir(&self.0).args(options).output().unwrap();
+        let output = program(options).current_dir(&self.0).output().unwrap();
         let (text, error) =
             (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
         assert_eq!(output.status.code(), Some(status), "{text}{error}");
@@ -45,7 +44,7 @@ impl Place {
 
     /// The message of a run that must fail.
     fn refusal(&self, options: &[&str]) -> String {
-        let output = Command::new(program()).current_dir(&self.0).args(options).output().unwrap();
+        let output = program(options).current_dir(&self.0).output().unwrap();
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert_eq!(error.matches("error: ").count(), 1, "{error}");

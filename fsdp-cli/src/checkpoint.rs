@@ -1,14 +1,10 @@
-//! Looks into checkpoints, checks them, compares them, and hands them over to Hugging Face's libraries.
-//!
-//! `cargo run --release --example fsdp-checkpoint -- inspect DIR`; `--help` tells what else it can do.
+//! `fsdp checkpoint`: looks into checkpoints, checks them, compares them, and hands them over to Hugging Face's libraries.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
-use anyhow::{Result, anyhow};
-use clap::{Args, Parser, Subcommand};
+use anyhow::Result;
+use clap::{Args, Subcommand};
 use fsdp::checkpoint::{Checkpoint, CheckpointError, Checkpoints, INDEX_FILE, Index, MODEL};
 use fsdp::spec::Dtype;
 use fsdp_models::checkpoint::{
@@ -17,12 +13,13 @@ use fsdp_models::checkpoint::{
 use fsdp_models::trainer::{Stop, quantity};
 use serde_json::Value;
 
-/// Looks into checkpoints, checks them, compares them, and hands them over to Hugging Face's libraries.
+use crate::status::{Status, print};
+
+/// Look into checkpoints, check them, compare them, and hand them over to Hugging Face's libraries
 ///
 /// Where a checkpoint is asked for, a directory of checkpoints stands for the latest one in it.
-#[derive(Parser)]
-#[command(name = "fsdp-checkpoint", max_term_width = 110)]
-struct Options {
+#[derive(Args)]
+pub struct Options {
     #[command(subcommand)]
     command: Command,
 }
@@ -96,36 +93,13 @@ struct Diff {
     section: Option<String>,
 }
 
-/// What the exit status tells, from good to bad.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Status {
-    Good = 0,
-    /// Damaged, or different.
-    Bad = 1,
-    /// No answer.
-    Failed = 2,
-}
-
-fn main() -> ExitCode {
-    let status = match Options::parse().command {
-        Command::Inspect(options) => inspect(&options),
-        Command::Verify(options) => verify(&options),
-        Command::Export(options) => export_weights(&options),
-        Command::Diff(options) => differences(&options),
-    };
-    ExitCode::from(status.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
-        Status::Failed
-    }) as u8)
-}
-
-/// Writes to standard output. A reader that has seen enough is no error.
-fn print(text: &str) -> Result<()> {
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(anyhow!("cannot write to standard output: {error}"))
-        }
-        _ => Ok(()),
+/// Runs what was asked for.
+pub fn run(options: &Options) -> Result<Status> {
+    match &options.command {
+        Command::Inspect(options) => inspect(options),
+        Command::Verify(options) => verify(options),
+        Command::Export(options) => export_weights(options),
+        Command::Diff(options) => differences(options),
     }
 }
 
