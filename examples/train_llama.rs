@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Mutex;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::{Args, Parser, ValueEnum};
 use fsdp::files::{AtomicFile, StoredDtype, TensorFile, TensorFileWriter};
 use fsdp::launch::{LaunchError, Launcher};
@@ -16,7 +16,7 @@ use fsdp::prelude::*;
 use fsdp::trace::Span;
 use fsdp_models::data::{Batches, TextDataset, TextOptions, TokenFile, corpus};
 use fsdp_models::paths::Paths;
-use fsdp_models::pretrained::{SaveOptions, check_save_place, save_pretrained};
+use fsdp_models::pretrained::{PretrainedError, SaveOptions, Weights, check_save_place, save_pretrained};
 use fsdp_models::trainer::metrics::{MetricsWriter, StepMetrics};
 use fsdp_models::trainer::progress::Progress;
 use fsdp_models::trainer::{
@@ -166,7 +166,7 @@ struct Files {
     /// Token ids to train on: a safetensors file with `tokens`, I32 [steps, batch, seq + 1]
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
-    /// Initial weights, with Hugging Face's names
+    /// Initial weights: safetensors with Hugging Face's names. With --tied a head in it must be the same as the embedding
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     /// Write the weights after the last step, as f32 safetensors
@@ -308,10 +308,7 @@ fn run(options: Options) -> Result<ExitCode> {
     options.validate(ranks, &*data)?;
     let parameters = Llama::new(&options.model)?.parameters();
     let tensors = || parameters.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()));
-    let weights = files.weights.as_deref().map(TensorFile::open).transpose()?;
-    if let Some(file) = &weights {
-        file.check(tensors())?;
-    }
+    let weights = files.weights.as_deref().map(|path| open_weights(path, &options.model)).transpose()?;
 
     // All inputs are good: whatever is to be written is opened now, so that no step is spent on what cannot
     // be kept.
@@ -413,6 +410,18 @@ fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {
         initializer_range: model.init_std,
         head_dim: None,
     })
+}
+
+/// The initial weights, if they are those of such a model.
+fn open_weights(path: &Path, model: &LlamaConfig) -> Result<Weights> {
+    let weights = Weights::Single(TensorFile::open(path)?);
+    weights.check_llama(model).map_err(|error| match error {
+        fsdp_models::Error::Pretrained(error @ PretrainedError::Tied { .. }) => anyhow!(
+            "{error}; to train both, leave out --tied (or set `tie_word_embeddings` to false in the file of --config)"
+        ),
+        error => error.into(),
+    })?;
+    Ok(weights)
 }
 
 fn open_data(

@@ -7,6 +7,7 @@ use fsdp::files::{StoredDtype, TensorFile, TensorFileWriter};
 use fsdp::launch::Launcher;
 use fsdp::prelude::*;
 use fsdp_models::data::{Batches, TokenFile};
+use fsdp_models::pretrained::Weights;
 use fsdp_models::trainer::{Outputs, TrainOptions, shard, train};
 use fsdp_models::{Llama, LlamaConfig};
 
@@ -48,12 +49,12 @@ pub struct Run {
 /// Trains from the reference's initial weights on its tokens.
 pub fn run_reference(ranks: usize, options: &TrainOptions) -> Run {
     let data = TokenFile::open(&reference("tokens.safetensors"), options.model.vocab_size).unwrap();
-    let weights = TensorFile::open(&reference("init.safetensors")).unwrap();
+    let weights = Weights::open(&reference("init.safetensors")).unwrap();
     run(ranks, options, &data, Some(&weights))
 }
 
 /// Trains, and checks that all ranks report the same.
-pub fn run(ranks: usize, options: &TrainOptions, data: &dyn Batches, initial: Option<&TensorFile>) -> Run {
+pub fn run(ranks: usize, options: &TrainOptions, data: &dyn Batches, initial: Option<&Weights>) -> Run {
     options.validate(ranks, data).unwrap();
     let parameters = Llama::new(&options.model).unwrap().parameters();
     let files = tempfile::tempdir().unwrap();

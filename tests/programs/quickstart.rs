@@ -30,3 +30,22 @@ fn the_readme_names_the_version_of_candle_that_this_is_built_with() {
     let ours = after(&manifest, "\ncandle-core = { version = \"");
     assert_eq!(after(&readme, "\ncandle-core = \""), ours);
 }
+
+#[test]
+fn the_readme_lists_every_crate_that_its_code_uses() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    let blocks = |kind: &str| -> Vec<String> {
+        let fence = format!("```{kind}\n");
+        readme.split(&fence).skip(1).map(|rest| rest.split_once("\n```").unwrap().0.to_owned()).collect()
+    };
+    let manifest = blocks("toml").concat();
+    let code = blocks("rust").join("\n");
+    let used = code.lines().filter_map(|line| line.strip_prefix("use ")?.split("::").next());
+    let used: std::collections::BTreeSet<&str> = used.filter(|name| *name != "std").collect();
+    assert!(used.contains("fsdp"), "{used:?}");
+    for name in used {
+        let entry = format!("\n{} = ", name.replace('_', "-"));
+        assert!(manifest.contains(&entry), "{name} is used, and is not in\n{manifest}");
+    }
+}

@@ -465,6 +465,48 @@ fn weights_of_other_shapes_are_refused_and_nothing_is_written() {
     assert_eq!(place.files(), ["text", "weights"]);
 }
 
+/// Adds the head to the weights of a tied model: the embedding itself, or one that differs in its last element.
+fn write_with_head(place: &Place, from: &str, to: &str, differs: bool) {
+    let file = TensorFile::open(&place.path(from)).unwrap();
+    let mut tensors: Vec<(&str, &[usize], Vec<f32>)> = Vec::new();
+    for name in file.names() {
+        let shape = file.shape(name).unwrap();
+        let mut values = vec![0.0; shape.iter().product()];
+        file.read_range_f32(name, 0, &mut values).unwrap();
+        if name == "model.embed_tokens.weight" {
+            let mut head = values.clone();
+            *head.last_mut().unwrap() += if differs { 1.0 } else { 0.0 };
+            tensors.push(("lm_head.weight", shape, head));
+        }
+        tensors.push((name, shape, values));
+    }
+    let tensors: Vec<_> = tensors.iter().map(|(name, shape, values)| (*name, *shape, &values[..])).collect();
+    save_f32(&place.path(to), &tensors).unwrap();
+}
+
+#[test]
+fn a_tied_model_takes_weights_whose_head_is_the_embedding() {
+    let place = Place::new();
+    assert!(place.train(&["--tied", "--save-weights", "w", "--steps", "1"]).status.success());
+    write_with_head(&place, "w", "same", false);
+    write_with_head(&place, "w", "other", true);
+    for (weights, metrics) in [("w", "a"), ("same", "b")] {
+        let output = place.train(&["--tied", "--weights", weights, "--metrics", metrics]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let losses = |name| place.metrics(name).0.iter().map(|step| step["loss"].clone()).collect::<Vec<_>>();
+    assert_eq!(losses("a"), losses("b"));
+    let message = place.refusal(&["--tied", "--weights", "other", "--metrics", "c"]);
+    let expected = "error: `other`: `lm_head.weight` differs from `model.embed_tokens.weight`, and the model ties them: it has one \
+                    parameter for both; to train both, leave out --tied (or set `tie_word_embeddings` to false in the file of \
+                    --config)\n";
+    assert_eq!(message, expected);
+    assert!(place.train(&["--weights", "other"]).status.success());
+    let message = place.refusal(&["--weights", "w"]);
+    assert!(message.contains("1 missing: lm_head.weight"), "{message}");
+    assert_eq!(place.files(), ["a", "b", "other", "same", "text", "w"]);
+}
+
 #[test]
 fn a_place_that_cannot_be_written_is_refused_before_the_first_step() {
     let place = Place::new();

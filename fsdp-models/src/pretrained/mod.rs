@@ -132,7 +132,7 @@ impl Pretrained {
     /// # Errors
     /// If there is no model of this configuration.
     pub fn check(&self) -> crate::Result<Mismatch> {
-        Ok(self.weights.compare(&params_of(&self.config)?, self.ties()))
+        Ok(self.weights.compare(&params_of(&self.config)?, ties(&self.config)))
     }
 
     /// Refuses weights that are not those of the model that the configuration describes, before any memory is taken for it.
@@ -140,12 +140,7 @@ impl Pretrained {
     /// # Errors
     /// If [`Pretrained::check`] finds a difference; names all.
     pub fn refuse_misfit(&self) -> crate::Result<()> {
-        let mismatch = self.check()?;
-        if mismatch.is_empty() {
-            return Ok(());
-        }
-        let path = self.weights.path().to_path_buf();
-        Err(TensorFileError::Mismatch { path, mismatch: Box::new(mismatch) }.into())
+        self.weights.refuse_misfit(self.check()?)
     }
 
     /// Loads the weights: [`Weights::load`]. If the configuration ties the head to the embedding, a head in the file that says the
@@ -154,7 +149,7 @@ impl Pretrained {
     /// # Errors
     /// As for [`Weights::load`].
     pub fn load<M>(&self, model: &mut Fsdp<M>, strictness: Strictness) -> crate::Result<LoadReport> {
-        let mut report = self.weights.load_with(model, strictness, self.ties())?;
+        let mut report = self.weights.load_with(model, strictness, ties(&self.config))?;
         if self.untied {
             let [(embedding, head)] = TIED;
             report.notes.push(format!(
@@ -163,10 +158,49 @@ impl Pretrained {
         }
         Ok(report)
     }
+}
 
-    fn ties(&self) -> &'static [(&'static str, &'static str)] {
-        if self.config.tie_word_embeddings { &TIED } else { &[] }
+impl Weights {
+    /// Refuses weights that are not those of a Llama of this configuration, before any memory is taken for it. If it ties the head
+    /// to the embedding, a head that the weights have must be the same as the embedding, of which all values are compared.
+    ///
+    /// # Errors
+    /// The configuration is not valid, tensors are missing, unexpected or of another shape or dtype, or the head is another one.
+    pub fn check_llama(&self, config: &LlamaConfig) -> crate::Result<()> {
+        self.refuse_misfit(self.compare(&params_of(config)?, ties(config)))?;
+        for (read, other) in ties(config) {
+            if self.differ(read, other)? {
+                let [read, other] = [read, other].map(|name| (*name).to_owned());
+                return Err(PretrainedError::Tied { path: self.path().to_path_buf(), read, other }.into());
+            }
+        }
+        Ok(())
     }
+
+    /// Loads the weights into a Llama of this configuration, which they must fit: see [`Weights::check_llama`]. Every rank must
+    /// call it.
+    ///
+    /// # Errors
+    /// As for [`Weights::load`].
+    pub(crate) fn load_llama(
+        &self,
+        model: &mut Fsdp<Llama>,
+        config: &LlamaConfig,
+    ) -> crate::Result<LoadReport> {
+        self.load_with(model, Strictness::Strict, ties(config))
+    }
+
+    fn refuse_misfit(&self, mismatch: Mismatch) -> crate::Result<()> {
+        if mismatch.is_empty() {
+            return Ok(());
+        }
+        Err(TensorFileError::Mismatch { path: self.path().to_path_buf(), mismatch: Box::new(mismatch) }
+            .into())
+    }
+}
+
+fn ties(config: &LlamaConfig) -> &'static [(&'static str, &'static str)] {
+    if config.tie_word_embeddings { &TIED } else { &[] }
 }
 
 /// The parameters of a model, without taking memory for them.

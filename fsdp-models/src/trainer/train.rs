@@ -19,7 +19,8 @@ use super::progress::Progress;
 use super::stop::Stop;
 use crate::data::{Batches, Part};
 use crate::llama::Llama;
-use fsdp::files::{TensorFile, TensorFileWriter};
+use crate::pretrained::Weights;
+use fsdp::files::TensorFileWriter;
 
 /// A trace holds this many steps, the last ones: earlier ones are alike, and a long run's would not fit in
 /// memory.
@@ -60,26 +61,19 @@ pub struct TrainSummary {
 }
 
 /// Builds the model and shards it over all ranks, on their devices and in as many replicas as the options say, with its
-/// initial weights or, where given, those of a file. Every rank must call it, once.
+/// initial weights or, where given, those of a file, which must [fit](Weights::check_llama). Every rank must call it, once.
 ///
 /// # Errors
 /// Those of the device, of sharding and of reading the file.
-pub fn shard(
-    world: &World,
-    options: &TrainOptions,
-    weights: Option<&TensorFile>,
-) -> crate::Result<Fsdp<Llama>> {
+pub fn shard(world: &World, options: &TrainOptions, weights: Option<&Weights>) -> crate::Result<Fsdp<Llama>> {
     let model = Llama::new(&options.model)?;
     let outer = options.outer_ranks;
     let mesh =
         world.mesh(&[("dp_outer", outer), ("dp_shard", world.size() / outer)]).map_err(fsdp::Error::from)?;
     let mesh = mesh.on(&options.device.of_rank(world)?)?;
     let mut model = model.fully_shard_with(&mesh, &options.fsdp)?;
-    if let Some(file) = weights {
-        model.load_weights(|spec, elements, values| {
-            let read = file.read_range_f32(&spec.name, elements.start, values);
-            read.map_err(|error| fsdp::Error::Param { param: spec.name.clone(), message: error.to_string() })
-        })?;
+    if let Some(weights) = weights {
+        weights.load_llama(&mut model, &options.model)?;
     }
     Ok(model)
 }
