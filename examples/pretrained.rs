@@ -5,6 +5,7 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
@@ -63,8 +64,18 @@ struct Measured {
     peak: Option<u64>,
 }
 
-fn main() -> Result<()> {
-    let options = Options::parse();
+fn main() -> ExitCode {
+    match measure(&Options::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        // The message has its causes in it: shown as a chain of them, it would say them twice.
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(options: &Options) -> Result<()> {
     let mut paths = Paths::new();
     paths.read_model("MODEL", [options.model.as_path()]).read("--text", [options.text.as_path()]);
     paths.write_model("--export", options.export.as_deref());
@@ -84,7 +95,7 @@ fn main() -> Result<()> {
     let need = options.ranks as u128 * options.seq as u128 + 1;
     ensure!(sequences > 0, "the text has {} tokens: {need} make a sequence for each rank", ids.len());
     let all = launch::local(options.ranks, |world| {
-        run(&options, &pretrained, &tokenizer, &ids, sequences, &world.data_parallel_mesh())
+        run(options, &pretrained, &tokenizer, &ids, sequences, &world.data_parallel_mesh())
     })?;
 
     let losses: Vec<f64> = (0..=options.steps)

@@ -1,4 +1,4 @@
-//! `examples/quickstart.rs` as a user runs it, and what the README says a crate of one's own depends on.
+//! The smaller examples as a user runs them, and what the README says a crate of one's own depends on.
 
 use std::process::Command;
 
@@ -16,6 +16,16 @@ fn it_trains_unless_it_is_asked_what_it_does() {
     let losses: Vec<f64> =
         said.lines().map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
     assert!(losses.len() == 6 && losses[5] < losses[0] / 4.0, "{said}");
+}
+
+#[test]
+fn the_pretrained_example_says_once_what_is_wrong() {
+    let mut program = Command::new(support::example("pretrained"));
+    let output = program.args(["no/such/model", "--text", "no/such/text"]).output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.starts_with("error: cannot "), "{error}");
+    assert_eq!(error.matches("No such file").count(), 1, "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
 }
 
 #[test]
