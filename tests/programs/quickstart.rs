@@ -20,7 +20,7 @@ fn it_trains_unless_it_is_asked_what_it_does() {
 
 #[test]
 fn the_pretrained_example_says_once_what_is_wrong() {
-    let mut program = Command::new(support::example("pretrained"));
+    let mut program = Command::new(crate::support::example("pretrained"));
     let output = program.args(["no/such/model", "--text", "no/such/text"]).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.starts_with("error: cannot "), "{error}");
