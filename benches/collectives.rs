@@ -3,7 +3,7 @@
 //! `cargo bench --bench collectives`. Rates are 16 MiB, the whole buffer, per time of one call; the memory
 //! copies are 16 MiB by each of two threads at once, between the same barriers. The three take turns, so that
 //! a change of the machine's load meets all of them. Both cores must be free: a rank that waits for its peer
-//! gives its core away.
+//! gives its core away. Timed by hand: criterion measures one case after the other, in one thread.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p fsdp-models --bench ops`. A backward time is that of `Tensor::backward` from the op's
 //! result, the passes of candle's gradient store included. Times are medians of the thread's CPU clock where
-//! there is one.
+//! there is one. By hand, as criterion's tables cannot show an op beside the products inside it.
 
 use std::hint::black_box;
 
@@ -11,26 +11,16 @@ use fsdp::GradSink;
 use fsdp_models::ops;
 
 /// Seconds that this thread has computed: other load on the machine does not blur it.
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+#[cfg(target_os = "linux")]
 fn now() -> f64 {
-    #[repr(C)]
-    #[derive(Default)]
-    struct Timespec {
-        seconds: i64,
-        nanoseconds: i64,
-    }
-    unsafe extern "C" {
-        fn clock_gettime(clock: i32, time: *mut Timespec) -> i32;
-    }
-    const THREAD_CPU: i32 = 3;
-    let mut time = Timespec::default();
-    // SAFETY: the declaration is that of 64-bit Linux, and `time` is valid for writing.
-    unsafe { clock_gettime(THREAD_CPU, &mut time) };
-    time.seconds as f64 + time.nanoseconds as f64 * 1e-9
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for writing.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 /// Seconds since the first call.
-#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+#[cfg(not(target_os = "linux"))]
 fn now() -> f64 {
     static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
     START.get_or_init(std::time::Instant::now).elapsed().as_secs_f64()

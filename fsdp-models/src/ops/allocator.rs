@@ -10,17 +10,11 @@
 pub fn retain_freed_memory() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
-        use std::ffi::c_int;
-        unsafe extern "C" {
-            fn mallopt(parameter: c_int, value: c_int) -> c_int;
-        }
-        const M_TRIM_THRESHOLD: c_int = -1;
-        const M_TOP_PAD: c_int = -2;
-        const M_MMAP_THRESHOLD: c_int = -3;
+        use libc::{M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD, c_int, mallopt};
         /// The largest that glibc takes on 64-bit systems.
         const MMAP_THRESHOLD: c_int = 32 << 20;
         const TOP_PAD: c_int = 16 << 20;
-        // SAFETY: the declaration is that of glibc; the call only sets parameters of the allocator.
+        // SAFETY: the call only sets parameters of the allocator.
         unsafe {
             mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD) == 1
                 && mallopt(M_TRIM_THRESHOLD, c_int::MAX) == 1

@@ -45,8 +45,7 @@ impl Stop {
     /// to end: `SIGINT`, `SIGTERM`, `SIGHUP` (unless it is ignored, as by `nohup`), `SIGUSR1` and `SIGUSR2`. The second time, and
     /// when no rank trains, the program ends at once, without the files that are not finished.
     ///
-    /// To be called once, before the program has other threads: the signals end a program as before if a thread that was there
-    /// already gets them. Where there are no such signals, it is never asked for.
+    /// To be called once. Where there are no such signals, it is never asked for.
     ///
     /// # Errors
     /// The system has no thread for it.
@@ -81,18 +80,21 @@ mod signals {
     use std::mem::MaybeUninit;
     use std::{io, thread};
 
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+    use signal_hook::iterator::Signals;
+
     /// The signals that ask a program to end, and would end it at once, with nothing saved. `SIGQUIT` asks for a core dump, not for
     /// an end.
     const ENDING: [c_int; 5] = [
         // Ctrl-C.
-        libc::SIGINT,
+        SIGINT,
         // `kill`, a system that shuts down, a scheduler whose time is up.
-        libc::SIGTERM,
+        SIGTERM,
         // A terminal that is closed, a connection that is lost.
-        libc::SIGHUP,
+        SIGHUP,
         // The warnings of schedulers before they end a job: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`.
-        libc::SIGUSR1,
-        libc::SIGUSR2,
+        SIGUSR1,
+        SIGUSR2,
     ];
 
     /// Whether the program was started to live on whatever happens to its terminal, as `nohup` starts it.
@@ -100,39 +102,17 @@ mod signals {
         let mut action = MaybeUninit::uninit();
         // SAFETY: without a new action sigaction only fills the old one, which is read where it says that it did.
         unsafe {
-            libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
+            libc::sigaction(SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
                 && action.assume_init().sa_sigaction == libc::SIG_IGN
         }
     }
 
-    /// Calls `act` for each of the signals that ask a program to end, on a thread that waits for them. There is no handler that
-    /// might interrupt another thread anywhere: all threads that begin from now on leave these signals to that one.
+    /// Calls `act` for each of the signals that ask a program to end, on a thread that waits for them.
     pub fn each(act: impl Fn() + Send + 'static) -> io::Result<()> {
-        let mut set = MaybeUninit::uninit();
-        // SAFETY: sigemptyset fills the set, which the others then change and read; all of them are given valid pointers.
-        let set = unsafe {
-            libc::sigemptyset(set.as_mut_ptr());
-            let mut set = set.assume_init();
-            for signal in ENDING {
-                // A signal that is blocked comes even if it is ignored.
-                if signal != libc::SIGHUP || !hangups_are_ignored() {
-                    libc::sigaddset(&mut set, signal);
-                }
-            }
-            match libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
-                0 => set,
-                error => return Err(io::Error::from_raw_os_error(error)),
-            }
-        };
-        let wait = move || {
-            loop {
-                let mut signal = 0;
-                // SAFETY: both pointers are to what this thread has.
-                if unsafe { libc::sigwait(&set, &mut signal) } == 0 {
-                    act();
-                }
-            }
-        };
+        // A handler would take the place of the ignoring.
+        let is_heard = |signal: &c_int| *signal != SIGHUP || !hangups_are_ignored();
+        let mut signals = Signals::new(ENDING.into_iter().filter(is_heard))?;
+        let wait = move || signals.forever().for_each(|_| act());
         thread::Builder::new().name("signals".into()).spawn(wait).map(drop)
     }
 }

@@ -1,4 +1,4 @@
-//! Plain text tables.
+//! Plain text tables. By hand: comfy-table cannot rule off a total, and tabled leaves blanks at the ends of lines.
 
 use std::fmt;
 

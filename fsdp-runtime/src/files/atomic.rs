@@ -1,4 +1,7 @@
 //! A file that appears whole under its name, or not at all.
+//!
+//! By hand: tempfile and atomic-write-file keep no list of what a program that ends without dropping has to remove, and
+//! tempfile's files are closed to other users.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};

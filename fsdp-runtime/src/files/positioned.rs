@@ -1,4 +1,4 @@
-//! Reads at given places of a file.
+//! Reads at given places of a file: std's, which each system has under another name.
 
 use std::fs::File;
 use std::io;

@@ -13,7 +13,7 @@ use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use super::secret::{Nonce, Proof, Secret, Side, nonce, same};
+use super::secret::{Nonce, Proof, Secret, Side, nonce};
 use super::wire::{MAGIC, VERSION};
 
 /// How long a connection may take to say who it is, over all.
@@ -35,7 +35,7 @@ fn invalid(message: impl Into<String>) -> Error {
 /// # Errors
 /// Those of the connection; [`ErrorKind::InvalidData`], in words, if rank 0 is no rank 0 of this run.
 pub(super) fn say(stream: &mut TcpStream, secret: &Secret, hello: Hello) -> Result<(), Error> {
-    let own = nonce();
+    let own = nonce()?;
     stream.write_all(&opening(own))?;
     let mut bytes = [0; 24];
     stream.read_exact(&mut bytes)?;
@@ -45,7 +45,7 @@ pub(super) fn say(stream: &mut TcpStream, secret: &Secret, hello: Hello) -> Resu
     })?;
     let mut proof = Proof::default();
     stream.read_exact(&mut proof)?;
-    if !same(&proof, &secret.proof(Side::Server, other, own)) {
+    if !secret.accepts(&proof, Side::Server, other, own) {
         return Err(invalid("it does not know the secret of this rank: give all ranks the same FSDP_TOKEN"));
     }
     let (rank, size) = (hello.rank as u32, hello.size as u32);
@@ -63,7 +63,7 @@ pub(super) fn hear(stream: &mut TcpStream, secret: &Secret) -> Result<Hello, Err
     stream.set_write_timeout(Some(WITHIN))?;
     let mut bytes = [0; 24];
     read_by(stream, &mut bytes, deadline)?;
-    let own = nonce();
+    let own = nonce()?;
     let opened = open(bytes);
     // Whoever speaks another version is told which one this is.
     let other = opened.unwrap_or_default();
@@ -77,7 +77,7 @@ pub(super) fn hear(stream: &mut TcpStream, secret: &Secret) -> Result<Hello, Err
     let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
     let (rank, size) = (number(0), number(4));
     let proof: Proof = std::array::from_fn(|i| bytes[8 + i]);
-    if !same(&proof, &secret.proof(Side::Rank { rank, size }, other, own)) {
+    if !secret.accepts(&proof, Side::Rank { rank, size }, other, own) {
         return Err(invalid("it does not know the secret"));
     }
     Ok(Hello { rank: rank as usize, size: size as usize })

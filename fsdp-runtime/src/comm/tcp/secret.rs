@@ -4,8 +4,7 @@
 //! that each has drawn: HMAC (RFC 2104) with SHA-256. The secret itself never goes over the wire. What is said after that is
 //! neither signed nor hidden: it is to travel on a network that others cannot write to.
 
-use std::hash::{BuildHasher, RandomState};
-
+use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
 
 /// The variable that holds a run's secret.
@@ -82,6 +81,15 @@ impl Secret {
 
     /// What `side` answers to the number of the `other` side, having drawn its `own`.
     pub(super) fn proof(&self, side: Side, own: Nonce, other: Nonce) -> Proof {
+        self.code(side, own, other).finalize().into_bytes().into()
+    }
+
+    /// Whether a proof is that one, in a time that does not tell where it differs.
+    pub(super) fn accepts(&self, proof: &Proof, side: Side, own: Nonce, other: Nonce) -> bool {
+        self.code(side, own, other).verify_slice(proof).is_ok()
+    }
+
+    fn code(&self, side: Side, own: Nonce, other: Nonce) -> Hmac<Sha256> {
         let (name, rank, size) = match side {
             Side::Server => (*b"server", 0, 0),
             Side::Rank { rank, size } => (*b"rank..", rank, size),
@@ -89,30 +97,20 @@ impl Secret {
         self.hmac(&[&name, &own, &other, &rank.to_le_bytes(), &size.to_le_bytes()])
     }
 
-    fn hmac(&self, parts: &[&[u8]]) -> Proof {
-        let mut block = [0; 64];
-        block[..32].copy_from_slice(&self.key);
-        let mut inner = Sha256::new_with_prefix(block.map(|byte| byte ^ 0x36));
-        parts.iter().for_each(|part| inner.update(part));
-        Sha256::new_with_prefix(block.map(|byte| byte ^ 0x5c))
-            .chain_update(inner.finalize())
-            .finalize()
-            .into()
+    fn hmac(&self, parts: &[&[u8]]) -> Hmac<Sha256> {
+        let code = Hmac::new_from_slice(&self.key).expect("a key may have any length");
+        parts.iter().fold(code, |code, part| code.chain_update(part))
     }
 }
 
-/// Whether two proofs are the same, in a time that does not tell where they differ.
-pub(super) fn same(one: &Proof, other: &Proof) -> bool {
-    one.iter().zip(other).fold(0, |difference, (one, other)| difference | (one ^ other)) == 0
-}
-
-/// A number that nobody foresees: keys that the system has drawn, of a keyed hash.
-pub(super) fn nonce() -> Nonce {
+/// A number that nobody foresees.
+///
+/// # Errors
+/// The system has no random numbers.
+pub(super) fn nonce() -> Result<Nonce, std::io::Error> {
     let mut nonce = Nonce::default();
-    for part in nonce.chunks_mut(8) {
-        part.copy_from_slice(&RandomState::new().hash_one(std::time::Instant::now()).to_le_bytes());
-    }
-    nonce
+    getrandom::fill(&mut nonce)?;
+    Ok(nonce)
 }
 
 #[cfg(test)]
@@ -130,8 +128,9 @@ mod tests {
         let mut key = [0; 32];
         key[..4].copy_from_slice(b"Jefe");
         let secret = Secret { key, source: Source::Token };
-        let hash: String =
-            secret.hmac(&[b"what do ya want ", b"for nothing?"]).map(|byte| format!("{byte:02x}")).concat();
+        let hash: Proof =
+            secret.hmac(&[b"what do ya want ", b"for nothing?"]).finalize().into_bytes().into();
+        let hash = hash.map(|byte| format!("{byte:02x}")).concat();
         assert_eq!(hash, "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
     }
 
@@ -141,7 +140,7 @@ mod tests {
         let (one, other) = ([1; 16], [2; 16]);
         let rank = |rank, size| Side::Rank { rank, size };
         let proof = secret.proof(rank(1, 2), one, other);
-        assert!(same(&proof, &secret.proof(rank(1, 2), one, other)));
+        assert!(secret.accepts(&proof, rank(1, 2), one, other));
         for wrong in [
             secret.proof(Side::Server, one, other),
             secret.proof(rank(0, 2), one, other),
@@ -150,9 +149,10 @@ mod tests {
             secret.proof(rank(1, 2), one, [3; 16]),
             self::secret(&[(TOKEN, "b")], false).unwrap().proof(rank(1, 2), one, other),
         ] {
-            assert!(!same(&proof, &wrong));
+            assert_ne!(proof, wrong);
+            assert!(!secret.accepts(&wrong, rank(1, 2), one, other));
         }
-        assert_ne!(nonce(), nonce());
+        assert_ne!(nonce().unwrap(), nonce().unwrap());
     }
 
     #[test]

@@ -3,6 +3,9 @@
 //! NVTX 3 is no library but headers with tables of functions that do nothing. A profiler names its own library in
 //! `NVTX_INJECTION64_PATH`; the program loads it and calls its `InitializeInjectionNvtx2`, and the library asks for the tables
 //! and puts its functions there. It does so for each copy of NVTX in the process, of which this is one and NCCL's another.
+//!
+//! It is written out here, since NVIDIA's crate `nvtx` needs a C compiler and libclang to build, and cudarc loads the library of
+//! NVTX 2 (`libnvToolsExt`), which CUDA 13 has not.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
