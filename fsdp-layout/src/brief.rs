@@ -1,4 +1,4 @@
-//! Words of files in messages: short, and nothing in them moves a terminal's cursor.
+//! Shows names and texts from files in messages: shortened, and with control characters escaped.
 
 use std::fmt;
 use std::path::Path;

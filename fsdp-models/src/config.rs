@@ -1,4 +1,4 @@
-//! Model configurations in the words of Hugging Face's `config.json`.
+//! Model configurations, with the names of Hugging Face's `config.json`.
 
 mod json;
 

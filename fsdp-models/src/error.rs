@@ -1,4 +1,4 @@
-//! The crate's error: one variant an area, each area with an enum of its own.
+//! The crate's error. It has one variant for each area, and each area has an enum of its own.
 
 use fsdp::checkpoint::CheckpointError;
 use fsdp::files::{FileError, TensorFileError};

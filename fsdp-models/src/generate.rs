@@ -1,7 +1,7 @@
 //! Completions of a prompt, token by token, from a sharded model.
 //!
-//! Every token takes an evaluation of the whole sequence so far: nothing is cached from one to the next, which suits the
-//! few tokens by which a training run is looked at.
+//! There is no cache of keys and values: each token evaluates the whole sequence so far. That is enough for the few tokens
+//! that show how a training run is doing.
 
 use std::cmp::Ordering;
 

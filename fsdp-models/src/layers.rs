@@ -1,7 +1,7 @@
 //! The layers of a Llama-architecture model, on the ops of [`ops`].
 //!
-//! Their field names are Hugging Face's, so that parameters are named as in its checkpoints. Activations have
-//! the dtype of the parameters; every layer takes and returns contiguous tensors.
+//! Fields have the names of Hugging Face's checkpoints. Activations have the dtype of the parameters. Every layer takes and
+//! returns contiguous tensors.
 
 use std::sync::{Mutex, PoisonError};
 

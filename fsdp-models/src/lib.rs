@@ -1,4 +1,12 @@
-//! Fused ops, layers, Llama, data and a trainer on top of the fsdp crate.
+//! Fused ops, layers, Llama, data and a trainer on top of the [`fsdp`] crate.
+//!
+//! This crate uses only the public API of `fsdp`: a model of your own can do all that these do.
+//!
+//! - [`ops`]: fused operations with a backward, on candle tensors.
+//! - [`layers`], [`llama`], [`lora`]: modules that derive `FsdpUnit`.
+//! - [`pretrained`], [`tokenizer`]: Hugging Face directories, GGUF files and tokenizers.
+//! - [`data`], [`trainer`], [`generate`]: training a Llama, and looking at its completions.
+//! - [`checkpoint`]: inspecting, comparing and exporting checkpoints.
 
 pub mod checkpoint;
 pub mod config;

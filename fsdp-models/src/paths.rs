@@ -1,4 +1,4 @@
-//! The paths of a run: what is read is not written over, and what is written lies where it is not taken for something else.
+//! The paths of a run. An output never overwrites an input, and never lies where a reader would take it for something else.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

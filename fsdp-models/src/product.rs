@@ -1,4 +1,4 @@
-//! Sizes from outside, multiplied.
+//! Checked products of sizes from files and options.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Mixing of bits: what is drawn depends on a key and a place alone.
+//! A hash of a key and a position, for random numbers that depend on nothing else.
 
 /// One step of the SplitMix64 generator (Steele, Lea, Flood 2014): a bijective mixing of 64 bits.
 pub(crate) fn mix(value: u64) -> u64 {

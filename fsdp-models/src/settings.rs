@@ -1,6 +1,5 @@
-//! Settings of files that others wrote. Each reader has a table of the settings that it knows; what a file sets and the table does
-//! not know is refused by name. A list of what is refused instead would let through whatever is new, and another model would be
-//! trained in silence.
+//! Settings in files of other programs. Each reader has a table of the settings that it knows. A setting that is not in the table
+//! is refused by name. (A table of refused settings would let new ones through, and silently train another model.)
 
 mod kind;
 

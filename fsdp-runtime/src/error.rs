@@ -1,4 +1,4 @@
-//! What can go wrong, said so that the reader knows where and what to do.
+//! The error of the runtime. Messages say where something went wrong, and what to do.
 
 use std::sync::Arc;
 

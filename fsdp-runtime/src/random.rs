@@ -1,8 +1,8 @@
 //! The random numbers of a forward: a value depends on a key and a position, and on nothing that was drawn before.
 //!
-//! So a rank can draw the part it needs alone, recomputation draws the same again, and neither the number of ranks
-//! nor the order in which units run matters. The generator is ChaCha with 8 rounds. The hashes that make its keys are written
-//! out below: no other version of a crate may change the initial values of a model.
+//! So a rank draws only the part that it needs, a recomputation draws the same numbers again, and neither the number of ranks nor the
+//! order of units matters. The generator is ChaCha with 8 rounds. The hashes of its keys are written here by hand: initial
+//! values must not change with the version of a crate.
 
 use fsdp_layout::random::{Words, mix};
 

@@ -1,4 +1,4 @@
-//! What threads wait with and are made of: everything by which ranks and streams meet comes from here.
+//! Synchronisation: the locks, channels and threads of all code in which ranks and streams meet.
 //!
 //! `tests/model` compiles the modules that use this one against another of the same names, in which a checker
 //! decides at every lock, wait and message which thread runs next.

@@ -1,7 +1,7 @@
 //! What ran when: spans of compute, gather and reduce on one clock for all ranks of the process.
 //!
-//! With the feature `cuda-driver` each is an NVTX range, too, recorded or not, where a profiler is attached
-//! (`nsys profile --trace=cuda,nvtx`): in the domain `fsdp`, named `forward layers.3`, the lane being its category.
+//! With the feature `cuda-driver` each span is also an NVTX range for an attached profiler (`nsys profile --trace=cuda,nvtx`), whether
+//! spans are recorded or not. The domain is `fsdp`, the name is like `forward layers.3`, the category is the lane.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What can be wrong with the input of a layout.
+//! Errors in the input of a layout.
 
 use thiserror::Error;
 

@@ -1,4 +1,4 @@
-//! What a rank will hold, in bytes, before anything is allocated.
+//! The memory formula: the bytes that a rank will hold, before anything is allocated.
 
 use std::collections::HashMap;
 

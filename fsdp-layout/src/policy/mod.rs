@@ -1,8 +1,8 @@
-//! How a model is trained, as far as it decides which bytes a rank holds: strategies, resharding and dtypes.
+//! Policies: strategies, resharding and dtypes, as far as they decide the bytes that a rank holds.
 //!
-//! The engine obeys these; the [memory formula](crate::layout::MemoryPlan) foretells from them what it will hold. They are
-//! here because the formula needs every one of them and the compiler evaluates it. No parameter's description
-//! ([`spec`](crate::spec)) knows of them, and a policy that takes no memory is the engine's alone.
+//! The engine obeys them, and the [memory formula](crate::layout::MemoryPlan) computes from them how many bytes it will hold. They
+//! are in this crate because the compiler evaluates the formula. Descriptions of parameters ([`spec`](crate::spec)) do not use them.
+//! Policies that take no memory belong to the engine.
 
 mod names;
 

@@ -1,4 +1,4 @@
-//! What a parameter *is*, before any memory exists: dtype, shape, group key, tensor-parallel dim.
+//! Describes parameters before any memory exists: dtype, shape, group key, tensor-parallel dim.
 //!
 //! Plain data. Nothing here knows of devices or of candle.
 

@@ -1,4 +1,4 @@
-//! How two checkpoints differ.
+//! Compares two checkpoints.
 
 use std::collections::BTreeSet;
 use std::fmt;

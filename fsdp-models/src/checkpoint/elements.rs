@@ -1,4 +1,4 @@
-//! Values of tensors, compared.
+//! Compares the values of two tensors.
 
 use fsdp::checkpoint::StoredDtype;
 use half::{bf16, f16};

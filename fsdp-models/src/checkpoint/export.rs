@@ -1,4 +1,4 @@
-//! A checkpoint as a directory of Hugging Face's.
+//! Exports a checkpoint as a Hugging Face directory.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Values of a checkpoint and names in it, as a person reads them.
+//! Shows the values and names of a checkpoint to a person.
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
-//! Checkpoints as files: what is in them, how two differ, and one as a directory of Hugging Face's.
+//! Checkpoints as files: inspects, compares and exports them.
 //!
-//! Nothing here trains: no rank has to do any of it together with others, and tensors are read piecewise.
+//! One process does all of this, without other ranks. It reads tensors in pieces.
 
 mod diff;
 mod elements;

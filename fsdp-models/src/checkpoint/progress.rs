@@ -1,4 +1,4 @@
-//! How far long work is.
+//! Reports the progress of long work.
 
 use std::io::{self, IsTerminal};
 

@@ -1,4 +1,4 @@
-//! What can be compared: checkpoints and pretrained weights.
+//! The two sides of a comparison: checkpoints or pretrained weights.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! What is in a checkpoint, as tables and as JSON.
+//! Summarises a checkpoint, as tables and as JSON.
 
 use std::fmt;
 

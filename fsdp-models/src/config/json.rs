@@ -1,4 +1,4 @@
-//! `config.json` as others write it.
+//! Reads `config.json` files of other programs.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! The corpus that is always at hand: the sources and documents of a repository.
+//! A corpus that is always available: the sources and documents of a repository.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! Where in its data a run is, so that it can go on at the very next sample.
+//! A run's position in its data. A resumed run continues with the next sample.
 
 use std::fmt;
 

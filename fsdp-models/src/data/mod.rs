@@ -1,4 +1,4 @@
-//! Training data: which token ids a rank sees at a step, the same for every world size.
+//! Training data: the token ids that each rank gets in each step. The batch of all ranks together does not depend on their number.
 
 pub mod corpus;
 mod cursor;

@@ -1,4 +1,4 @@
-//! A random order that is computed, not stored.
+//! A random permutation that is computed, not stored.
 
 use crate::random::mix;
 

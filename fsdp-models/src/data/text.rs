@@ -1,4 +1,4 @@
-//! Text cut into samples: a token is a byte, or what a tokenizer makes of the text.
+//! Text, cut into samples. Tokens are bytes, or those of a tokenizer.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Batches prepared beforehand, in a safetensors file.
+//! Batches that were prepared before, in a safetensors file.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! An adapted model's weights as those of a plain one.
+//! Merges adapters into the weights of a plain model.
 
 use std::collections::HashMap;
 use std::path::Path;

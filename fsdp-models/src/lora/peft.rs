@@ -1,4 +1,4 @@
-//! Adapters alone, as the files of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+//! Reads and writes adapters as Hugging Face's PEFT does: `adapter_config.json` and `adapter_model.safetensors`.
 
 use std::collections::BTreeMap;
 use std::fs;

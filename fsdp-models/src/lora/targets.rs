@@ -1,4 +1,4 @@
-//! Which projections get adapters, named as by Hugging Face's PEFT.
+//! Chooses the projections that get adapters, by PEFT's names.
 
 use std::fmt;
 use std::str::FromStr;

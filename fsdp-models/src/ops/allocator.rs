@@ -1,4 +1,4 @@
-//! The system allocator's habit of giving memory back.
+//! Makes the system allocator keep freed memory.
 
 /// Tells the system allocator to keep freed memory for reuse, where it can be told (glibc); returns whether
 /// it listened.

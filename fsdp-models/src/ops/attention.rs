@@ -1,4 +1,4 @@
-//! Causal grouped-query attention, without the score matrix of the whole batch.
+//! Causal grouped-query attention. The score matrix of the whole batch never exists.
 
 #[cfg(feature = "cuda")]
 pub(super) mod cuda;

@@ -1,4 +1,4 @@
-//! Dropout with masks that are drawn, not kept.
+//! Dropout. Masks are drawn again in the backward, not kept.
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -1,4 +1,4 @@
-//! The dtypes that ops compute with: f32 itself, bf16 and f16 by way of f32.
+//! The dtypes of ops: f32, and bf16 and f16, which are computed in f32.
 
 use std::borrow::Cow;
 

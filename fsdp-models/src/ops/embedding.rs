@@ -1,4 +1,4 @@
-//! Rows of a table.
+//! Embedding: looks up rows of a table.
 
 #[cfg(feature = "cuda")]
 mod cuda;

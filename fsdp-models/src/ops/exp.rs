@@ -1,4 +1,4 @@
-//! The exponential as a loop body that vectorises.
+//! An exponential that vectorises as a loop body.
 
 /// `e^x` to within 2 units in the last place, subnormal results included: 0 from -104 down, infinity from 89
 /// up, NaN for NaN.

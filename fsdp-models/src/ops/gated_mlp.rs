@@ -1,4 +1,4 @@
-//! Llama's MLP as one op: one edge in the graph, no copy of its input's gradient for each projection.
+//! Llama's MLP as one op: one edge in the graph, and one gradient of the input instead of one for each projection.
 
 #[cfg(feature = "cuda")]
 mod cuda;

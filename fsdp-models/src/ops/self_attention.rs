@@ -1,4 +1,4 @@
-//! Llama's attention with its projections as one op: one edge in the graph, no copy of a gradient between its
+//! Llama's attention with its projections as one op: one edge in the graph, and no copies of gradients between its
 //! steps.
 
 #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! Typed views of candle's CPU storage, and checks of what the ops are given.
+//! Typed views of candle's CPU storage, and checks of the ops' arguments.
 
 use candle_core::{
     CpuStorage, DType, Device, DeviceLocation, Layout, Result, Storage, Tensor, WithDType, bail,

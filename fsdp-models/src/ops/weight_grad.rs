@@ -1,4 +1,4 @@
-//! How a weight's gradient reaches its owner: into an open sink, or back to candle.
+//! Passes a weight's gradient on: into an open sink, or back to candle.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,4 +1,4 @@
-//! Why pretrained weights cannot be read or written.
+//! Errors of reading and writing pretrained models.
 
 use std::path::PathBuf;
 

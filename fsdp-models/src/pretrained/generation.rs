@@ -1,4 +1,4 @@
-//! `generation_config.json`: how whoever made a model completes texts with it. Read for the tokens that end one.
+//! `generation_config.json`: settings of completions, by the author of a model. Only the tokens that end a text are read.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Which pretrained model it is: what tells it apart from others of its architecture.
+//! The identity of a pretrained model, which tells it apart from others of one architecture.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! A checkpoint of several safetensors files and an index that says which tensor is in which.
+//! Weights in several safetensors files, with an index of the file of each tensor.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};

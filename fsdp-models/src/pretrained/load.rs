@@ -1,4 +1,4 @@
-//! Pretrained weights into the shards of a model.
+//! Loads pretrained weights into the shards of a model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -1,7 +1,7 @@
-//! Pretrained models: Hugging Face's directories and GGUF files in, Hugging Face's directories out.
+//! Pretrained models: reads Hugging Face directories and GGUF files, writes Hugging Face directories.
 //!
-//! No rank ever holds a model that it reads or writes: each reads, by ranges of elements, what it keeps; and what is written
-//! passes rank 0 one bucket of the layout at a time.
+//! No rank ever holds a whole model. Each rank reads the ranges of elements that it keeps. To write a model, rank 0 gets one
+//! bucket of the layout at a time.
 
 mod error;
 mod generation;

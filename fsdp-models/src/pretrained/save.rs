@@ -1,4 +1,4 @@
-//! A model's weights out of its shards into a directory of Hugging Face's.
+//! Saves a sharded model as a Hugging Face directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

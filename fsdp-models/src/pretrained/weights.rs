@@ -1,4 +1,4 @@
-//! Named tensors of a pretrained model, wherever they are.
+//! Named tensors of a pretrained model, in files of any format.
 
 use std::io::Read;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! A directory of Hugging Face's, written tensor by tensor.
+//! Writes a Hugging Face directory, tensor by tensor.
 
 use std::collections::BTreeMap;
 use std::fs;

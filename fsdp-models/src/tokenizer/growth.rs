@@ -1,4 +1,4 @@
-//! What a `tokenizer.json` makes of a text: some times as much, and not without bound; and no part of it names what is not there.
+//! Limits on a `tokenizer.json`: its rules expand a text by a bounded factor, and every token that they name exists.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Text to token ids and back, with the tokenizer that a pretrained model came with.
+//! Converts text to token ids and back, with the tokenizer of a pretrained model.
 
 mod bytes;
 mod gguf;

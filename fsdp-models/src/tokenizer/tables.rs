@@ -1,4 +1,4 @@
-//! What the files of a tokenizer may say, and what is passed over.
+//! Settings that tokenizer files may have: those that are read, and those that are ignored.
 
 use std::collections::BTreeMap;
 use std::fmt;

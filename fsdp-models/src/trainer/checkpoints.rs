@@ -1,4 +1,4 @@
-//! Where a run saves its state, and where it goes on from.
+//! Saves the state of a run, and resumes from it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

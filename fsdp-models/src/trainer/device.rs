@@ -1,4 +1,4 @@
-//! What a training run computes on.
+//! The device of a training run.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! One step of a trace as SVG: a lane for each stream of each rank.
+//! Draws one step of a trace as SVG, with a lane for each stream of each rank.
 
 use std::fmt::Write as _;
 use std::io::Write as _;

@@ -1,4 +1,4 @@
-//! Training a Llama: the loop, and what surrounds it: options, metrics, curves, progress and tables.
+//! Trains a Llama: the loop, and its options, metrics, curves, progress and tables.
 
 mod checkpoints;
 mod device;

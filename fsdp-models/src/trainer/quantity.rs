@@ -1,4 +1,4 @@
-//! Numbers as a person reads them.
+//! Formats and parses numbers for a person.
 
 use bytesize::ByteSize;
 use indicatif::{BinaryBytes, HumanCount};

@@ -1,4 +1,4 @@
-//! Tables and JSON of what a run holds and moves.
+//! Tables and JSON of the bytes that a run holds and moves.
 
 use std::fmt;
 

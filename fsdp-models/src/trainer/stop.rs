@@ -1,4 +1,4 @@
-//! Asking a run to stop before its end.
+//! Asks a run to stop before its end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! Success or failure, the same on all ranks.
+//! Makes all ranks agree on success or failure.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! Saves that go on beside the training.
+//! Saves in the background while training goes on.
 
 use std::fmt;
 use std::path::PathBuf;

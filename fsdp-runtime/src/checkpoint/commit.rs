@@ -1,4 +1,4 @@
-//! How a checkpoint comes to be in its directory, on the first rank.
+//! Puts a complete checkpoint in its place, on the first rank.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,4 +1,4 @@
-//! What goes into a checkpoint.
+//! The contents of a checkpoint to save.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;

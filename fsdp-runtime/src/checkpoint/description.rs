@@ -1,4 +1,4 @@
-//! What a model is beyond its tensors' names, shapes and dtypes: models that agree in those may still be different ones.
+//! Describes a model beyond names, shapes and dtypes of its tensors. Two models may agree in those and still differ.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -1,4 +1,4 @@
-//! What a model expects of a checkpoint, and what is wrong with the one it gets.
+//! What a model expects of a checkpoint, and the differences that are found.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,4 +1,4 @@
-//! Numbers that JSON does not have.
+//! Serializes infinities and NaN, which JSON does not have.
 
 use std::fmt;
 

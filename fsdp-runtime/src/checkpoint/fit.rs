@@ -1,4 +1,4 @@
-//! How a checkpoint fits what is to be restored from it.
+//! Compares a checkpoint with the state that is to be restored.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 

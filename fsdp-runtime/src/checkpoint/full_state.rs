@@ -1,4 +1,4 @@
-//! The whole model in tensors of one rank, for models small enough, and to pass them on one at a time.
+//! The full state of a model as tensors on one rank: all at once for small models, or one at a time.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -1,23 +1,22 @@
-//! Checkpoints: the whole training state, sharded on disk as it is in memory, keyed by what a tensor *is* rather than by
-//! where it was.
+//! Checkpoints of the whole training state. They are sharded on disk as the state is in memory. Tensors are found by name, not by
+//! the rank that had them.
 //!
 //! # Format
 //! A checkpoint is a directory:
-//! - `index.json`: readable; for every tensor its dtype, its shape and where its elements are, with checksums; small
-//!   state (the optimizer's counters, a position in the data, ..) by name; what the model is beyond its tensors. See
-//!   [`Index`].
-//! - `rank-00000.safetensors`, ..: what each rank owned, one flat piece of each tensor; any reader of safetensors opens
+//! - `index.json`: readable JSON. It has dtype, shape and place of every tensor, with checksums; small state by name, such as the
+//!   optimizer's counters and a position in the data; and a description of the model. See [`Index`].
+//! - `rank-00000.safetensors`, ..: the tensors that each rank owned, one flat piece of each. Any reader of safetensors opens
 //!   them.
 //!
-//! Tensors are in sections: `model` has the weights (the f32 main weights where there are any, else the model weights)
-//! and the buffers, `optimizer.exp_avg` and so on the optimizer's state, other names averages of the weights. Their names
-//! are those of the parameters; of a tied parameter its first one; of a fused parameter those of its parts.
+//! Tensors are in sections. `model` has the buffers and the weights (the f32 main weights where there are any). `optimizer.exp_avg`
+//! and so on have the optimizer's state. Other sections have averages of the weights. A tensor has the name of its parameter; a
+//! tied parameter has its first name; a fused parameter is stored as its parts.
 //!
-//! Enums of other variants, tied and untied parameters, a buffer and a parameter can have tensors of the same names and
-//! shapes, and be other models: a checkpoint has a [`ModelDescription`], and is restored into a model of the same one.
+//! Different models can have tensors of equal names and shapes: enums of other variants, tied and untied parameters, a buffer in
+//! place of a parameter. So a checkpoint has a [`ModelDescription`], and a model with another one is refused.
 //!
-//! Loading reads ranges, so the number of ranks, the strategy, the mesh and the layout may all be other ones. On the same
-//! mesh, with the same strategy and alignment of shards, training goes on bit for bit; else to the order of sums.
+//! A restore reads ranges, so the number of ranks, the strategy, the mesh and the layout may all differ from those of the save. If
+//! mesh, strategy and alignment of shards are equal, training continues bit for bit. Otherwise sums may have another order.
 //!
 //! The program `fsdp checkpoint`, of the crate `fsdp-cli`, shows checkpoints, verifies, compares and exports them.
 

@@ -1,4 +1,4 @@
-//! The files of a checkpoint, a few of them open at a time.
+//! Keeps a few files of a checkpoint open at a time.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! A complete checkpoint, read by ranges.
+//! Reads a complete checkpoint by ranges of elements.
 
 use std::io::{self, Read};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! A checkpoint back into a model, at any number of ranks.
+//! Restores a checkpoint into a model, on any number of ranks.
 
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};

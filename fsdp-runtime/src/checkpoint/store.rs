@@ -1,4 +1,4 @@
-//! A directory of checkpoints, and how one comes to be in it: whole, or not at all.
+//! A directory of checkpoints. A checkpoint appears in it whole, or not at all.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;

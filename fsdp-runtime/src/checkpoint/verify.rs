@@ -1,4 +1,4 @@
-//! Reading a checkpoint whole, to check it.
+//! Verifies all checksums of a checkpoint.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};

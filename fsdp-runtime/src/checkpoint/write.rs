@@ -1,4 +1,4 @@
-//! The file of one rank.
+//! Writes the file of one rank.
 
 use std::path::Path;
 

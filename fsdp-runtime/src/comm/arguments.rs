@@ -1,4 +1,4 @@
-//! What the arguments of collectives must fulfil, whoever carries them out.
+//! Checks the arguments of collectives, for all communicators.
 
 use super::call::Call;
 use super::{CommError, Exchange, Gather, Reduce};

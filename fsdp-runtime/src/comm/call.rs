@@ -1,4 +1,4 @@
-//! What a collective is: the part that ranks compare, and its words in messages.
+//! Describes a call of a collective: for the comparison between ranks, and for messages.
 
 use std::fmt;
 use std::sync::Arc;

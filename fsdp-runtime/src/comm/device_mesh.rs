@@ -1,4 +1,4 @@
-//! A rank's handle on the mesh: the arrangement of the ranks, and the communicator that joins them.
+//! A rank's handle on the mesh: the arrangement of the ranks, with their communicators.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! How a collective fails.
+//! Errors of collectives.
 
 use std::any::Any;
 

@@ -1,4 +1,4 @@
-//! What ranks tell each other of collectives that devices carry out.
+//! The record of collectives that run on devices: ranks compare their calls in it.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Collectives on streams, each with a tag that says what it is for.
+//! Collectives on streams. Each call has a tag that says what it is for.
 
 mod arguments;
 mod call;

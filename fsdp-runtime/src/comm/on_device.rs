@@ -1,4 +1,4 @@
-//! Which backend and which collectives a mesh has on a device of candle.
+//! Chooses backend and communicator of a mesh for a candle device.
 
 use super::DeviceMesh;
 use crate::error::{Error, Result};

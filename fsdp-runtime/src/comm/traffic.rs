@@ -1,4 +1,4 @@
-//! Counters of what a rank has sent for, by kind of collective.
+//! Counters of a rank's collectives and bytes, by kind.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,4 +1,4 @@
-//! Elements of flat buffers for code of the host, wherever they are.
+//! Gives code of the host access to elements of flat buffers on any device.
 
 use super::{Backend, Slice, read_f32, update_f32};
 use crate::comm::CommError;

@@ -1,4 +1,4 @@
-//! What a rank computes on.
+//! The backend of a rank: the device that it computes on.
 
 use std::any::Any;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Where the memory of flat buffers comes from.
+//! The source of memory for flat buffers.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;

@@ -1,4 +1,4 @@
-//! A file that one holder has at a time, among all programs.
+//! A file lock that one holder has at a time, among all programs.
 
 use std::collections::HashMap;
 use std::fs::{self, File, TryLockError};

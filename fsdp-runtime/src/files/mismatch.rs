@@ -1,4 +1,4 @@
-//! How the tensors of files differ from those of a model.
+//! Differences between the tensors of files and those of a model.
 
 use std::collections::BTreeMap;
 use std::fmt;

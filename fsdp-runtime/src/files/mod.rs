@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all, and named tensors in safetensors files, read and written piecewise so that
+//! Files that appear whole or not at all, and named tensors in safetensors files. Tensors are read and written in pieces, so that
 //! no rank ever holds a whole model.
 
 mod atomic;

@@ -1,4 +1,4 @@
-//! Opening what is a regular file: what else a path may lead to can wait for ever, never end, or act when it is touched.
+//! Opens regular files only. Anything else that a path leads to may block for ever, never end, or act when it is opened.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};

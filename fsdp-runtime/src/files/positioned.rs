@@ -1,4 +1,4 @@
-//! Reads at given places of a file: std's, which each system has under another name.
+//! Reads at given offsets of a file, by std, where each system has another name for it.
 
 use std::fs::File;
 use std::io;

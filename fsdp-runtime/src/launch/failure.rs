@@ -1,4 +1,4 @@
-//! How launches fail.
+//! Errors of launches.
 
 use std::fmt;
 

@@ -1,10 +1,9 @@
-//! Starting ranks as threads of this process, or as one of the processes that a launcher has started, and ending them
-//! together.
+//! Starts ranks, as threads of this process or as processes of a launcher, and ends them together.
 //!
-//! Run programs that launch ranks this way with `CANDLE_NUM_THREADS=1` in the environment: candle computes
-//! element-wise ops of 65,536 elements and more on one pool of spinning threads for the whole process, behind
-//! one lock, where ranks would wait for each other. It is read at the first such op, so a program can set it
-//! itself at the start of `main`, while it has one thread. A program that does not is told so once.
+//! Where ranks are threads, run the program with `CANDLE_NUM_THREADS=1` in the environment. candle computes element-wise ops of
+//! 65,536 elements and more on one pool of spinning threads for the whole process, behind one lock: ranks would wait for each
+//! other there. The variable is read at the first such op, so a program can set it at the start of `main`, while it has one
+//! thread. A program without it gets one warning.
 
 mod candle_threads;
 mod failure;

@@ -1,4 +1,4 @@
-//! Bytes held on a rank, by what they are for.
+//! Counts the bytes that a rank holds, by purpose.
 
 use std::ops::Range;
 use std::sync::Arc;

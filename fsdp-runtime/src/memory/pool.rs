@@ -1,8 +1,8 @@
-//! Flat buffers that units take turns in, within one bound over all of them.
+//! Pools of flat buffers that units use in turn, within one bound over all of them.
 //!
-//! Units whose buffers have equal shapes are a class. What a unit gives back stays for the next unit of its class, as
-//! long as the bound has room for it; a unit of another class that needs the room has it freed. So where units are alike
-//! the same few buffers go round, and where no two are alike each unit's are there while it holds them.
+//! Units whose buffers have equal shapes form a class. A buffer that is given back stays for the next unit of its class, if the
+//! bound has room for it. It is freed when a unit of another class needs the room. So where units are alike, a few buffers serve
+//! all of them; where no two are alike, a buffer lives as long as its unit holds it.
 
 use std::collections::VecDeque;
 use std::ops::Range;

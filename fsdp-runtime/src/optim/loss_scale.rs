@@ -1,4 +1,4 @@
-//! The scale of a loss whose gradients are computed in 16 bits with few exponents.
+//! Dynamic loss scaling, for gradients in f16.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! Elements in device memory: those of candle's storage, new ones, and where results go.
+//! Elements in device memory: those of candle's storage, and new ones for results.
 
 use std::marker::PhantomData;
 

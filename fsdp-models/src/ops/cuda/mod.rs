@@ -1,4 +1,4 @@
-//! What the ops' halves for CUDA devices are made of: elements in device memory, products, launches.
+//! Building blocks of the ops on CUDA devices: elements in device memory, matrix products, kernel launches.
 //!
 //! All work goes to candle's stream of the arguments' device, in program order. candle allocates and frees storage in the
 //! order of that stream too: what an op drops after it has submitted its work is used again only after that work.

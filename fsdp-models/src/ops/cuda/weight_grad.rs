@@ -1,4 +1,4 @@
-//! How a weight's gradient reaches its owner on a device: into an open sink, or back to candle.
+//! Passes a weight's gradient on, on a device: into an open sink, or back to candle.
 
 use candle_core::{Result, Tensor, bail};
 use fsdp::spec::Dtype;

@@ -1,4 +1,4 @@
-//! Rows of a table on a CUDA device.
+//! Embedding on a CUDA device.
 
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use fsdp::Accumulate;

@@ -1,5 +1,5 @@
-//! The header of a GGUF file, walked once before candle reads it: what a damaged or hostile one announces is held
-//! against the length of the file and against fixed limits, so that nothing is allocated on its word.
+//! Checks the header of a GGUF file before candle reads it. Every size that the header announces is compared with the
+//! length of the file and with fixed limits: a damaged or hostile file causes no large allocation.
 
 use std::collections::HashSet;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! What a GGUF file says of its model.
+//! The metadata of a GGUF file: configuration of its model.
 
 use std::collections::HashMap;
 use std::path::Path;

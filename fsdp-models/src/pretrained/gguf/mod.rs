@@ -1,4 +1,4 @@
-//! GGUF files of Llamas, read by ranges of elements, dequantised block by block.
+//! Reads GGUF files of Llamas by ranges of elements, and dequantises them block by block.
 
 mod header;
 mod metadata;

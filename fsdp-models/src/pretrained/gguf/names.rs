@@ -1,4 +1,4 @@
-//! Tensors of a Llama in llama.cpp's words and in those of Hugging Face's checkpoints.
+//! Names of a Llama's tensors: llama.cpp's, and those of Hugging Face's checkpoints.
 
 /// What is outside the blocks.
 const MODEL: [(&str, &str); 3] = [

@@ -1,4 +1,4 @@
-//! Collectives that were enqueued, and how far the device is with them.
+//! Collectives in flight, and the progress of the device on them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Calls of NCCL that start together.
+//! Groups of NCCL calls, which start together.
 
 use std::ffi::c_void;
 

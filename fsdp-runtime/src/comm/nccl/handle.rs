@@ -1,4 +1,4 @@
-//! NCCL's communicator, from its making to its end.
+//! Owns an NCCL communicator.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a collective enqueues on its stream.
+//! Enqueues a collective on its stream.
 
 use std::slice::from_ref;
 

@@ -1,4 +1,4 @@
-//! NCCL's library: whether it is there, its configuration, its words.
+//! NCCL's library: finds it, configures it, and reads its errors.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fmt;

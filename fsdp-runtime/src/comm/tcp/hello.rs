@@ -6,8 +6,8 @@
 //! | rank 0 | `FSDP`, version (4), its number (16), its proof (32) |
 //! | rank | rank (4), size (4), its proof (32) |
 //!
-//! Then rank 0 answers with a frame ([`wire`](super::wire)), that the rank is welcome or why not. Rank 0 reads 64 bytes of
-//! one that it does not know, within [`WITHIN`].
+//! Then rank 0 answers with a frame ([`wire`](super::wire)): the rank is welcome, or is refused with a reason. Of an unknown
+//! connection rank 0 reads 64 bytes, within [`WITHIN`].
 
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;

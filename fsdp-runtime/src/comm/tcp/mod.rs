@@ -1,21 +1,20 @@
-//! Ranks are processes, joined by TCP: a communicator of the host, which one by NCCL is made on.
+//! Joins ranks that are processes by TCP. It is a communicator of the host; NCCL's communicator is built on it.
 //!
-//! Rank 0 listens; every rank, itself included, connects to it and asks for what it needs: barriers, small reductions and
-//! exchanges, groups, and the record of collectives of devices ([`Control`]). A few hundred bytes go over the wire for
-//! each; no collective of a stream does.
+//! Rank 0 listens. Every rank, rank 0 included, connects to it and sends requests: barriers, small reductions and exchanges,
+//! groups, and the record of collectives of devices ([`Control`]). Each request has a few hundred bytes. Collectives of streams
+//! do not use this connection.
 //!
 //! # Failure
-//! A rank whose process ends or whose connection is lost has failed: all others get an error that names it, and so they
-//! do when rank 0 is gone. Both sides say every few seconds that they are alive. What is not a message of a rank ends the
-//! connection that it came on. Ranks whose own threads wait for each other in collectives of the host get an error at once.
+//! A rank whose process ends or whose connection is lost has failed: all others get an error that names it. The loss of rank 0
+//! fails all ranks. Both sides send a sign of life every few seconds. An invalid message ends its connection. Ranks whose own
+//! threads wait for each other in collectives of the host get an error at once.
 //!
 //! # Who is let in
-//! Rank 0 listens on the address of `MASTER_ADDR` only, or on the one of `FSDP_LISTEN`. Each side of a connection shows that
-//! it knows the run's secret (`FSDP_TOKEN`, the same for all ranks) before the other one believes anything. Without that
-//! variable the secret is the name of the job (`TORCHELASTIC_RUN_ID`, or `SLURM_JOB_ID` and `SLURM_STEP_ID`), which rank 0
-//! says on standard error; if there is none either, only ranks at a loopback address can be joined, and any program of that
-//! machine could be one. What is said afterwards is neither signed nor hidden. A rank has one place: who comes for it again
-//! is refused, and the run goes on.
+//! Rank 0 listens on the address of `MASTER_ADDR` only, or on that of `FSDP_LISTEN`. Each side of a connection proves that it knows
+//! the run's secret, `FSDP_TOKEN`, before the other side accepts anything. Without that variable the secret is the name of the
+//! job (`TORCHELASTIC_RUN_ID`, or `SLURM_JOB_ID` and `SLURM_STEP_ID`), and rank 0 warns. Without a job either, only ranks at a
+//! loopback address can join, and any program of that machine could be one. Later messages are neither signed nor encrypted.
+//! Each rank has one place: a second claim is refused, and the run goes on. `SECURITY.md` has the whole threat model.
 
 mod connection;
 mod hello;

@@ -1,4 +1,4 @@
-//! Where a process is among those that were started together, as its launcher tells it.
+//! The place of a process among those that were started together, as its launcher says.
 
 use std::fmt::Display;
 use std::net::IpAddr;

@@ -1,8 +1,8 @@
-//! What the ranks of a run know and nobody else does.
+//! The secret of a run, which only its ranks know.
 //!
-//! Both sides of a connection prove that they know the secret before anything else is said, by a keyed hash over a number
-//! that each has drawn: HMAC (RFC 2104) with SHA-256. The secret itself never goes over the wire. What is said after that is
-//! neither signed nor hidden: it is to travel on a network that others cannot write to.
+//! Both sides of a connection prove first that they know the secret, by HMAC-SHA-256 over random numbers of both sides. The
+//! secret itself never goes over the wire. Later messages are neither signed nor encrypted: they need a network that others
+//! cannot write to.
 
 use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};

@@ -1,7 +1,7 @@
-//! Rank 0's side: a world in which every rank is stood for by a thread that does what the rank asks for.
+//! Rank 0's side: for every rank a thread carries out the requests of that rank.
 //!
-//! The world is that of ranks that are threads ([`LocalWorld`]): it compares calls, tells who is missing, and fails as a
-//! whole. A rank whose connection ends before it has said that it has returned has failed.
+//! These threads are the ranks of a [`LocalWorld`], which compares calls, names missing ranks, and fails as a whole. A rank
+//! whose connection ends before it has said that it returned has failed.
 
 use std::collections::HashMap;
 use std::io::{Error, ErrorKind};

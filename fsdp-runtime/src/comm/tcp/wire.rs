@@ -1,4 +1,4 @@
-//! What goes over the wire: frames of a header in JSON and a body of bytes.
+//! The messages: frames of a JSON header and a body of bytes.
 //!
 //! The frames are made by hand: crates that frame messages are asynchronous, or have one limit for headers and bodies.
 

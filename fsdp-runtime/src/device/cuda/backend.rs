@@ -1,4 +1,4 @@
-//! A CUDA device as what a rank computes on, beside candle.
+//! The backend of CUDA devices.
 
 use std::any::Any;
 use std::fmt;

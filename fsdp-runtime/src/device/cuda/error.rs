@@ -1,4 +1,4 @@
-//! What can be wrong with CUDA.
+//! Errors of CUDA.
 
 use cudarc::driver::{DriverError, sys};
 use cudarc::nvrtc::CompileError;

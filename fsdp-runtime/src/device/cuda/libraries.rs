@@ -1,5 +1,5 @@
-//! Whether the libraries are there. With the feature `cuda` they are, or the program would not have started: candle has
-//! them linked. Else they are loaded when first called.
+//! Tells whether the CUDA libraries are there. With the feature `cuda` they are, as candle links them. Without it they are
+//! loaded when first called.
 
 #[cfg(feature = "cuda")]
 pub(super) fn has_driver() -> bool {

@@ -1,4 +1,4 @@
-//! Whether the values of a parameter are what they were.
+//! Digests of a parameter's values, to notice a change.
 
 use crate::device::Slice;
 

@@ -1,4 +1,4 @@
-//! Parameters in host memory: pieces of buffers, lent as the `Vec`s that they are.
+//! Parameters in host memory: a piece of a buffer is a `Vec`, and is lent as one.
 
 use candle_core::CpuStorage;
 use half::{bf16, f16};

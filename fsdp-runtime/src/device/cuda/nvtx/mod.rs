@@ -1,4 +1,4 @@
-//! NVTX ranges: what the host was about when it submitted work, for Nsight and other profilers.
+//! NVTX ranges for Nsight and other profilers: what the host was doing when it submitted work.
 //!
 //! A profiler that wants them says so before it starts the program, by `NVTX_INJECTION64_PATH` ([`injection`]); without one
 //! a range costs one load. They are in the domain `fsdp`, each named for what is done and the unit (`forward layers.3`), in
