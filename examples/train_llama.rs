@@ -97,7 +97,7 @@ struct ShardingOptions {
     outer_ranks: usize,
     #[arg(long, default_value_t, help = format!("What the replicas share besides: {}; optim cuts the optimizer state further", OuterStrategy::names()))]
     outer_strategy: OuterStrategy,
-    /// What becomes of a block's gathered weights until its backward: always and never give them up, or keep one
+    /// When a block's gathered weights are given up between forward and backward: always, never, or keep one
     /// part in so many on each rank
     #[arg(long, value_name = "always|never|RANKS", default_value = "always", value_parser = reshard)]
     reshard_after_forward: ReshardAfterForward,

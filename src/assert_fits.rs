@@ -17,7 +17,7 @@
 /// | `outer_ranks` | replicas of the sharded model, the size of the mesh's `dp_outer` dim | 1 |
 /// | `outer` | what these share, an [`OuterStrategy`](crate::spec::OuterStrategy) | `NoShard` |
 /// | `alignment` | where shards may end, a [`ShardAlignment`](crate::layout::ShardAlignment); under `Row` the figure is an upper bound | `Element` |
-/// | `reshard` | what becomes of units' whole weights between forward and backward, a [`ReshardAfterForward`](crate::spec::ReshardAfterForward) | `Always` |
+/// | `reshard` | when whole weights are resharded between forward and backward, a [`ReshardAfterForward`](crate::spec::ReshardAfterForward) | `Always` |
 /// | `prefetch` | units gathered ahead | 1 |
 /// | `gather_budget` | most elements of units gathered at a time | `None` |
 /// | `reduce_budget` | most elements of units' gradients unreduced at a time | `None`: those of two units |

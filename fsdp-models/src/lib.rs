@@ -30,3 +30,8 @@ pub use error::{Error, Result};
 pub use llama::Llama;
 pub use product::TooMany;
 pub use tokenizer::Tokenizer;
+
+/// The README's example, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::spec::Dtype;
 
-/// What becomes of a unit's whole weights between its forward and its backward, where the strategy shards
+/// When a unit's whole weights are resharded between its forward and its backward, where the strategy shards
 /// parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]

@@ -11,7 +11,7 @@ use super::error::PretrainedError;
 use super::weights::Weights;
 use crate::lora::adapter_of;
 
-/// What becomes of tensors that do not fit.
+/// How tensors that do not fit are treated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Strictness {
     /// They are an error, all of them at once, and nothing is loaded.
