@@ -166,6 +166,7 @@ impl TryFrom<Map<String, Value>> for LlamaConfig {
 
 /// Why a configuration is refused.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error(transparent)]

@@ -141,6 +141,7 @@ pub fn generate(model: &Fsdp<Llama>, prompt: &[u32], sampling: &Sampling) -> cra
 
 /// Why there is no completion.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum GenerateError {
     /// Nothing to continue.
     #[error("the prompt is empty: at least one token is needed to begin with")]

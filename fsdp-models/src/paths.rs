@@ -362,6 +362,7 @@ fn real(path: &Path) -> PathBuf {
 
 /// Why something cannot be written where it was to be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum PathError {
     /// It would overwrite an input or another output.
     #[error("{option} and {other} are the same file, `{}`", .path.display())]

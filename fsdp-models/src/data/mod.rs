@@ -141,6 +141,7 @@ impl Batch {
 
 /// What can be wrong with training data or with the way it is asked for.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DataError {
     /// A file or directory that cannot be read.
     #[error(transparent)]

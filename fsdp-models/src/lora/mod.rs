@@ -136,6 +136,7 @@ impl Linear {
 
 /// Why there are no adapters, or none can be read or written.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum LoraError {
     /// A rank of 0.
     #[error("the rank of the adapters is 0: it must be at least 1")]

@@ -20,7 +20,7 @@ use super::weight_grad::{Bundle, deliver, tensor};
 const OP: &str = "self-attention";
 
 /// The projections of [`self_attention`], each with its sink.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct SelfAttentionWeights<'a> {
     /// `[heads * d, dim]`.
     pub q: (&'a Tensor, &'a GradSink),

@@ -8,6 +8,7 @@ use crate::settings::SettingsError;
 
 /// What can be wrong with pretrained weights beyond what is wrong with one safetensors file.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PretrainedError {
     /// A file cannot be opened, read or written.
     #[error(transparent)]

@@ -251,6 +251,7 @@ fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
 
 /// Why a tokenizer cannot be had or used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TokenizerError {
     /// The file holds none, or one that cannot be built.
     #[error("`{}` holds no usable tokenizer: {}", .path.display(), said(.reason))]

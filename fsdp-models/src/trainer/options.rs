@@ -133,6 +133,7 @@ impl TrainOptions {
 
 /// Why a training run is refused or ends early.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
 pub enum TrainError {
     /// A number that must be positive.
     #[error("{option} is 0: it must be at least 1")]

@@ -24,6 +24,7 @@ type Panel<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Why there is no chart.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PlotError {
     /// The file cannot be written.
     #[error(transparent)]

@@ -1,5 +1,6 @@
 //! Progress on the terminal, or in a log.
 
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -11,6 +12,7 @@ const LOG_PERCENT: u128 = 10;
 
 /// Shows step, loss, tokens per second and the time that is left, on standard error: as a bar on a terminal,
 /// as a line now and then elsewhere. One rank of a run makes one.
+#[derive(Debug)]
 pub struct Progress {
     steps: usize,
     /// Steps shown so far: fewer than are done if the run goes on from a checkpoint.
@@ -23,6 +25,15 @@ pub struct Progress {
 enum Sink {
     Bar(ProgressBar),
     Log(Box<dyn Write + Send>),
+}
+
+impl fmt::Debug for Sink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Sink::Bar(_) => "Bar",
+            Sink::Log(_) => "Log",
+        })
+    }
 }
 
 impl Progress {

@@ -27,7 +27,7 @@ use fsdp::files::TensorFileWriter;
 const TRACED_STEPS: usize = 5;
 
 /// Where a run's results go while it goes on. One for all ranks; rank 0 writes.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Outputs {
     /// Shows each step.
     pub progress: Option<Mutex<Progress>>,
