@@ -7,7 +7,9 @@ pub fn nearest<'k>(word: &str, known: &[&'k str]) -> Option<&'k str> {
     known
         .iter()
         .map(|candidate| (letters(candidate), *candidate))
-        .map(|(letters, candidate)| (strsim::osa_distance(&word, &letters), letters.len().min(word.len()), candidate))
+        .map(|(letters, candidate)| {
+            (strsim::osa_distance(&word, &letters), letters.len().min(word.len()), candidate)
+        })
         .filter(|(edits, len, _)| *edits <= 2 && edits * 2 <= *len)
         .min_by_key(|(edits, _, _)| *edits)
         .map(|(_, _, candidate)| candidate)

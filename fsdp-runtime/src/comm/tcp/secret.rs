@@ -128,8 +128,7 @@ mod tests {
         let mut key = [0; 32];
         key[..4].copy_from_slice(b"Jefe");
         let secret = Secret { key, source: Source::Token };
-        let hash: Proof =
-            secret.hmac(&[b"what do ya want ", b"for nothing?"]).finalize().into_bytes().into();
+        let hash: Proof = secret.hmac(&[b"what do ya want ", b"for nothing?"]).finalize().into_bytes().into();
         let hash = hash.map(|byte| format!("{byte:02x}")).concat();
         assert_eq!(hash, "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
     }
