@@ -30,7 +30,7 @@ pub fn brief(text: &str) -> String {
     brief_to(text, NAME)
 }
 
-/// [`brief`] with a length of its own, in characters.
+/// Shows a text in a message as [`brief`] does, with at most `most` characters.
 pub fn brief_to(text: &str, most: usize) -> String {
     match start(text, most) {
         (shown, true) => shown,
@@ -50,7 +50,7 @@ pub fn listed<S: AsRef<str>>(names: &[S]) -> String {
     listed_as(names, |name| brief(name.as_ref()))
 }
 
-/// [`listed`] with words for each.
+/// Lists items as [`listed`] does, with `words` for each.
 pub fn listed_as<T>(items: &[T], words: impl Fn(&T) -> String) -> String {
     let (mut text, mut length, mut shown) = (String::new(), 0, 0);
     for item in items.iter().take(LISTED) {

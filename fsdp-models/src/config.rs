@@ -62,7 +62,7 @@ impl LlamaConfig {
         Ok(Self::read_json_file(path)?.0)
     }
 
-    /// [`LlamaConfig::from_json_file`], and all that the file says.
+    /// Reads a configuration, and returns the whole JSON object beside it.
     pub(crate) fn read_json_file(path: &Path) -> Result<(Self, Map<String, Value>), ConfigError> {
         let json = read_object(path, MAX_CONFIG)?;
         let json =

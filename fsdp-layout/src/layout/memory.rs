@@ -339,7 +339,7 @@ impl MemoryPlan {
         weights.saturating_add(self.optimizer_state.saturating_mul(state_buffers as u64))
     }
 
-    /// The same and the pools: all bytes of a rank but activations and what the program itself allocates.
+    /// All bytes of a rank, pools included, but neither activations nor what the program itself allocates.
     pub const fn total(&self, state_buffers: usize) -> u64 {
         let pools = self.gather_pool.saturating_add(self.reduce_pool);
         self.persistent(state_buffers).saturating_add(pools)

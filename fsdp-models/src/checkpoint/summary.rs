@@ -68,7 +68,7 @@ impl Listing {
         self.rows.is_empty() && self.unfinished.is_empty()
     }
 
-    /// The same as JSON: `checkpoints`, of each its name, step, ranks and bytes, or its error; `unfinished`, names.
+    /// The list as JSON. `checkpoints` has name, step, ranks and bytes of each, or its error; `unfinished` has names.
     pub fn json(&self) -> Map<String, Value> {
         let rows = self.rows.iter().map(|(name, index)| match index {
             Ok(index) => {
@@ -221,8 +221,8 @@ fn files_of<'a>(index: &'a Index, tensor: &StoredTensor) -> Vec<&'a str> {
     names
 }
 
-/// The same for a program: everything but where elements are in files. `tensors` are those of `sections`, of all if there
-/// are none.
+/// Summarises a checkpoint as JSON: everything but the places of elements in files. `tensors` are those of `sections`, or of all
+/// sections if none are given.
 ///
 /// # Errors
 /// If it has no such section.

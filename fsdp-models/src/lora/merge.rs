@@ -47,8 +47,8 @@ pub fn visit_merged_weights(
 }
 
 impl Pretrained {
-    /// [`Pretrained::save`] of the plain model that [`visit_merged_weights`] shows: any Hugging Face tool loads it, and knows
-    /// nothing of adapters. Every rank must call it.
+    /// Saves the model with its adapters merged into the weights, as a plain model that any Hugging Face tool loads (see
+    /// [`Pretrained::save`] and [`visit_merged_weights`]). Every rank must call it.
     ///
     /// # Errors
     /// As for [`save_pretrained`](crate::pretrained::save_pretrained).

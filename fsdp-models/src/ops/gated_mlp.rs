@@ -21,8 +21,8 @@ const OP: &str = "gated-mlp";
 /// `down(silu(gate(x)) * up(x))`: `x` is `[.., dim]`, `gate` and `up` are `[hidden, dim]`, `down` is `[dim,
 /// hidden]`; `sinks` are those of gate, up and down.
 ///
-/// The same values as [`linear`](super::linear()) and [`swiglu`](super::swiglu()) composed. Kept for
-/// backward: the outputs of gate and up.
+/// The values equal those of [`linear`](super::linear()) and [`swiglu`](super::swiglu()) in sequence. The op keeps for
+/// backward the outputs of gate and up.
 ///
 /// # Errors
 /// If the shapes do not fit, if the dtypes differ or are not f32, bf16 or f16, or if the tensors are not

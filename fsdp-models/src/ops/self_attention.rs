@@ -35,9 +35,9 @@ pub struct SelfAttentionWeights<'a> {
 /// `o(attention(rope(q(x)), rope(k(x)), v(x)))`: `x` is `[b, t, dim]`, `cos` and `sin` are f32 `[t, d / 2]`,
 /// the result is `[b, t, out]`.
 ///
-/// The same values as [`linear`](super::linear()), [`rope`](super::rope()) and
-/// [`attention`](super::attention()) composed. Kept for backward: the rotated queries and keys, the values,
-/// the heads' outputs and the log-sum-exp of the scores.
+/// The values equal those of [`linear`](super::linear()), [`rope`](super::rope()) and
+/// [`attention`](super::attention()) in sequence. The op keeps for backward: the rotated queries and keys, the values, the
+/// heads' outputs and the log-sum-exp of the scores.
 ///
 /// # Errors
 /// If the shapes do not fit, if `heads` is no multiple of `kv_heads`, if the dtypes differ or are not f32,

@@ -96,7 +96,7 @@ impl Weights {
         self.load_with(model, strictness, &[])
     }
 
-    /// [`Weights::load`], where `ties` are pairs of a parameter's name and another one that the file may have it under.
+    /// Loads as [`Weights::load`] does. `ties` are pairs of a parameter's name and another name that the file may have for it.
     pub(super) fn load_with<M>(
         &self,
         model: &mut Fsdp<M>,

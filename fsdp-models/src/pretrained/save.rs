@@ -98,7 +98,7 @@ struct Described<'a> {
 /// Takes one parameter, whole.
 pub(crate) type Visit<'a> = &'a mut dyn FnMut(&ParamSpec, &[f32]) -> fsdp::Result<()>;
 
-/// [`save_pretrained`] of `params`, which `visit_all` shows whole on every rank.
+/// Saves `params`, which `visit_all` shows whole on every rank, as [`save_pretrained`] does.
 fn save_shown<M>(
     model: &Fsdp<M>,
     params: &[&ParamSpec],
@@ -235,8 +235,8 @@ impl LlamaConfig {
 }
 
 impl Pretrained {
-    /// [`save_pretrained`] with the `config.json` and the `generation_config.json` that the model came with, or with what its
-    /// GGUF file says. Every rank must call it.
+    /// Saves a model as [`save_pretrained`] does, with the `config.json` and `generation_config.json` of this pretrained model, or
+    /// with those that follow from its GGUF file. Every rank must call it.
     ///
     /// # Errors
     /// As for [`save_pretrained`].

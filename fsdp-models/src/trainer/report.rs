@@ -95,7 +95,7 @@ pub fn memory(ranks: &[TrainSummary]) -> impl fmt::Display + use<> {
     table
 }
 
-/// [`memory`] for machines: one object a rank, bytes by category.
+/// The memory of each rank as JSON: one object a rank, with bytes by category.
 pub fn memory_json(ranks: &[TrainSummary]) -> Value {
     let rank = |(rank, summary): (usize, &TrainSummary)| json!({"rank": rank, "bytes": summary.memory});
     ranks.iter().enumerate().map(rank).collect()

@@ -35,7 +35,7 @@ pub struct Contents<'a> {
     borrowed: PhantomData<&'a ()>,
 }
 
-/// The same, apart from the model.
+/// The contents of a checkpoint, detached from the model.
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub group: Group,

@@ -50,8 +50,8 @@ impl<M: FsdpUnit> Fsdp<M> {
         Ok((self.rank() == 0).then_some(state))
     }
 
-    /// The same, one tensor at a time: `visit(name, tensor)` is called on rank 0 only, which holds no more than one
-    /// bucket and one tensor. An error of `visit` is one on all ranks.
+    /// Visits the full state one tensor at a time. `visit(name, tensor)` is called on rank 0 only, which holds no more than one
+    /// bucket and one tensor. An error of `visit` is an error on all ranks.
     ///
     /// Every rank must call it.
     ///

@@ -130,9 +130,9 @@ impl<'a> Restore<'a> {
     /// Every rank must call it.
     ///
     /// # Errors
-    /// The same on all ranks: if the ranks are not to restore the same, if the checkpoint cannot be opened on one of them, or it does not fit, and then nothing
-    /// has changed; if its data turn out to be damaged, and then the state is partly the old one: restore another
-    /// before training goes on, or ask for [`Restore::verified`].
+    /// All ranks get the same error. Nothing has changed if the ranks ask for different checkpoints, if one of them cannot open
+    /// it, or if it does not fit. If its data are damaged, the state may be partly restored: restore another checkpoint before
+    /// training goes on, or ask for [`Restore::verified`] beforehand.
     pub fn from(mut self, directory: impl AsRef<Path>) -> Result<Restored> {
         let engine = self.engine.clone();
         engine.settle()?;

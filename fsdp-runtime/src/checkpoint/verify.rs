@@ -32,7 +32,7 @@ impl Index {
         self.verify_files(directory, |_| true, progress)
     }
 
-    /// The same for the files whose index is `chosen`.
+    /// Verifies the files whose index is `chosen`.
     pub(super) fn verify_files(
         &self,
         directory: &Path,

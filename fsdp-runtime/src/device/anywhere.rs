@@ -4,8 +4,8 @@ use super::{Backend, Slice, read_f32, update_f32};
 use crate::comm::CommError;
 use crate::spec::Dtype;
 
-/// [`read_f32`] of memory wherever it is: what is on a device is copied to the host first, in the order of the compute
-/// stream.
+/// Reads elements as f32, as [`read_f32`] does, from memory anywhere. Elements on a device are copied to the host first, in the order
+/// of the compute stream.
 ///
 /// # Errors
 /// Those of [`Backend::download`].
@@ -29,8 +29,8 @@ pub unsafe fn read_anywhere<R>(
     }
 }
 
-/// [`update_f32`] of memory wherever it is: what is on a device is copied to the host and back, in the order of the
-/// compute stream.
+/// Updates elements as f32, as [`update_f32`] does, in memory anywhere. Elements on a device are copied to the host and back, in the
+/// order of the compute stream.
 ///
 /// # Errors
 /// Those of [`Backend::download`] and [`Backend::upload`].

@@ -14,7 +14,7 @@ pub fn open(path: &Path) -> Result<File, FileError> {
     open_as(path, OpenOptions::new().read(true)).map_err(FileError::on("read", path))
 }
 
-/// [`open`], but not through a symbolic link at the end of the path: it may lead out of a directory that is read as a whole.
+/// Opens a regular file to read, and refuses a symbolic link, which may lead out of a directory.
 pub(crate) fn open_no_link(path: &Path) -> io::Result<File> {
     regular(&fs::symlink_metadata(path)?)?;
     open_as(path, OpenOptions::new().read(true))
@@ -48,7 +48,7 @@ pub fn read(path: &Path, most: u64) -> Result<Vec<u8>, FileError> {
     outcome.map(|()| bytes).map_err(on)
 }
 
-/// [`read`] as UTF-8.
+/// Reads a regular file of at most `most` bytes, as UTF-8.
 ///
 /// # Errors
 /// As for [`read`], and if it is not UTF-8.

@@ -49,8 +49,8 @@ impl TensorFileWriter {
         Self::create_mixed(path, tensors.into_iter().map(|(name, shape)| (name, shape, dtype)))
     }
 
-    /// The same for tensors each of a dtype of its own. In the file the larger elements come first, so that all are
-    /// aligned, as PyTorch's reader wants them.
+    /// Creates a file of tensors of several dtypes. Tensors with larger elements come first in it, so that all are aligned,
+    /// as PyTorch's reader requires.
     ///
     /// # Errors
     /// As for [`create`](Self::create).
