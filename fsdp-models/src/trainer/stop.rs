@@ -87,14 +87,11 @@ mod signals {
     /// an end.
     const ENDING: [c_int; 5] = [
         // Ctrl-C.
-        SIGINT,
-        // `kill`, a system that shuts down, a scheduler whose time is up.
-        SIGTERM,
-        // A terminal that is closed, a connection that is lost.
+        SIGINT, // `kill`, a system that shuts down, a scheduler whose time is up.
+        SIGTERM, // A terminal that is closed, a connection that is lost.
         SIGHUP,
         // The warnings of schedulers before they end a job: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`.
-        SIGUSR1,
-        SIGUSR2,
+        SIGUSR1, SIGUSR2,
     ];
 
     /// Whether the program was started to live on whatever happens to its terminal, as `nohup` starts it.
