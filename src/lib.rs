@@ -162,6 +162,8 @@
 //!   `fsdp::cuda::device` makes. Needs a CUDA toolkit to build, as candle does; ranks that are threads may share a GPU.
 //! - `nccl`: ranks with a GPU each.
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 // Lets the derive's absolute paths resolve inside this crate too.
 extern crate self as fsdp;
 
@@ -180,7 +182,7 @@ pub use fsdp_runtime::{
 };
 
 /// CUDA devices (feature `cuda`): candle's devices for ranks, and kernels on candle's tensors.
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", docsrs))]
 pub use fsdp_runtime::device::cuda;
 
 /// What a training program needs: `use fsdp::prelude::*;`.

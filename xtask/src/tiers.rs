@@ -12,6 +12,12 @@ pub fn ci() -> Vec<Tier> {
         Tier { name: "lints", what: "clippy, warnings being errors", minutes: 2.0, run: lints },
         Tier { name: "docs", what: "rustdoc, warnings being errors", minutes: 1.0, run: docs },
         Tier {
+            name: "packages",
+            what: "manifests, Rust version and contents of the crates that are published",
+            minutes: 0.3,
+            run: || run("python3 .ci/packages.py", &[]),
+        },
+        Tier {
             name: "kernels",
             what: "the CUDA kernels by nvcc and NVRTC",
             minutes: 1.0,
