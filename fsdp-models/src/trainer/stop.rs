@@ -87,7 +87,7 @@ mod signals {
     /// an end.
     const ENDING: [c_int; 5] = [
         // Ctrl-C.
-        SIGINT, // `kill`, a system that shuts down, a scheduler whose time is up.
+        SIGINT,  // `kill`, a system that shuts down, a scheduler whose time is up.
         SIGTERM, // A terminal that is closed, a connection that is lost.
         SIGHUP,
         // The warnings of schedulers before they end a job: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`.
