@@ -158,7 +158,7 @@
 //!
 //! # Features
 //! By default ranks compute on the CPU and nothing has to be installed.
-//! - `cuda`: models on NVIDIA GPUs, with candle's CUDA tensors: [`DeviceMesh::on`](comm::DeviceMesh::on) a device that
+//! - `cuda`: models on NVIDIA GPUs, with candle's CUDA tensors: [`OnDevice::on`] a device that
 //!   `fsdp::cuda::device` makes. Needs a CUDA toolkit to build, as candle does; ranks that are threads may share a GPU.
 //! - `nccl`: ranks with a GPU each.
 
@@ -174,15 +174,14 @@ pub use fsdp_runtime::comm::Accumulate;
 pub use fsdp_runtime::device::Slice;
 pub use fsdp_runtime::{
     Ema, Error, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, Init,
-    MixedPrecision, NonFinite, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer, Tensors,
-    Unit,
+    MixedPrecision, NonFinite, OnDevice, OwnerOptimizer, Param, Recompute, Result, Scope, ShardedOptimizer,
+    Tensors, Unit,
 };
 pub use fsdp_runtime::{
     checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace,
 };
 
 /// CUDA devices (feature `cuda`): candle's devices for ranks, and kernels on candle's tensors.
-#[cfg(any(feature = "cuda", docsrs))]
 pub use fsdp_runtime::device::cuda;
 
 /// What a training program needs: `use fsdp::prelude::*;`.
@@ -197,7 +196,7 @@ pub mod prelude {
     pub use crate::spec::{Dtype, OuterStrategy, ReshardAfterForward, Strategy};
     pub use crate::{
         Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradientScaling, Init, MixedPrecision, NonFinite,
-        Param, Recompute, Scope, ShardedOptimizer, Unit,
+        OnDevice, Param, Recompute, Scope, ShardedOptimizer, Unit,
     };
 }
 

@@ -1,8 +1,8 @@
-//! The runtime behind the `fsdp` crate: layouts, streams, collectives, memory, pipelines and the engine.
+//! The runtime behind the `fsdp` crate: storage aliases, pipelines, the engine, optimizers and checkpoints. candle begins
+//! here.
 //!
-//! Modules are layers, lowest first; each imports only from those above it in this list. One type goes the
-//! other way: streams and events carry [`comm::CommError`], as what fails on a stream is in general a
-//! collective.
+//! Modules are layers, lowest first; each imports only from those above it in this list. The layers below them are crates:
+//! `fsdp-layout` and `fsdp-comm`, whose modules are here under the names that users know.
 
 /// What a parameter is, and the policies by which it is trained.
 pub mod spec {
@@ -12,27 +12,22 @@ pub mod spec {
 
 pub use fsdp_layout::{init, layout, mesh};
 
-mod sync;
+use fsdp_comm::sync;
+pub use fsdp_comm::{comm, launch, trace};
 
 pub mod files;
 
 pub mod random;
 
+pub mod optim;
+
+mod error;
+
 pub mod device;
-
-pub mod comm;
-
-pub mod launch;
 
 pub mod memory;
 
 pub mod buffer;
-
-pub mod optim;
-
-pub mod trace;
-
-mod error;
 
 mod pipeline;
 
@@ -40,6 +35,7 @@ pub mod engine;
 
 pub mod checkpoint;
 
+pub use device::OnDevice;
 pub use engine::{
     Ema, Forward, Fsdp, FsdpConfig, FsdpUnit, FullyShard, GradSink, GradientScaling, NonFinite,
     OwnerOptimizer, Param, Recompute, Scope, ShardedOptimizer, Tensors, Unit,

@@ -1,6 +1,11 @@
 //! How a model starts: on a mesh that fits, with the same values on every rank of it.
 
+use std::net::TcpListener;
+use std::thread;
+
 use candle_core::{DType, Device, Result, Tensor};
+use fsdp::comm::tcp::Place;
+use fsdp::comm::{Phase, Tag};
 use fsdp::prelude::*;
 use fsdp_test_support::{assert_close, relative};
 
@@ -24,6 +29,35 @@ fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
             Ok(())
         });
     }
+}
+
+/// The ranks are threads here, each joined to the other as a process is.
+#[test]
+fn a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded() {
+    let free = TcpListener::bind(("127.0.0.1", 0)).expect("there is a free port");
+    let port = free.local_addr().expect("it has an address").port();
+    drop(free);
+    let rank = |rank: usize| {
+        let place = Place { rank, size: 2, local_rank: rank, address: ("127.0.0.1".to_owned(), port) };
+        let ended = launcher(2).join(&place, |world| -> fsdp::Result<()> {
+            // Both are here before one of them goes.
+            let tag = Tag { unit: "start".into(), phase: Phase::Setup, step: 0 };
+            world.communicator().host_barrier(tag)?;
+            Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop)
+        });
+        let said = ended.unwrap_err().to_string();
+        let words = [
+            &format!("rank {rank} failed: configuration: a model cannot be sharded over this mesh: "),
+            "have no collectives of streams",
+            "threads of one process (`launch::local`)",
+            "`mesh.on(&device)`",
+        ];
+        assert!(words.iter().all(|word| said.contains(*word)), "{said}");
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| rank(1));
+        rank(0);
+    });
 }
 
 #[test]

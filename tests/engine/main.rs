@@ -31,6 +31,7 @@ mod layout_and_padding;
 mod loss_scaling;
 mod memory;
 mod mixed_precision;
+mod module_graph;
 mod non_finite;
 mod norms;
 mod optimizer_state;

@@ -18,6 +18,7 @@ COPY = ROOT / "target" / "mutants"
 # Of its own: cargo takes what is built from the copy for the repository's.
 BUILT = ROOT / "target" / "mutants-built"
 RUNTIME = Path("fsdp-runtime/src")
+COMM = Path("fsdp-comm/src")
 MAIN = Path("tests/fake-cuda/tests/pipelines")
 
 # Compiled into the test from their own source: only the test is built again for their mutants.
@@ -26,16 +27,16 @@ IN_TEST = {
     RUNTIME / "pipeline/grad_reduce.rs": "mutant/pipeline/grad_reduce.rs",
     RUNTIME / "memory/pool.rs": "mutant/pool.rs",
 }
-IN_RUNTIME = [
-    RUNTIME / "comm/local/shared_device.rs",
-    RUNTIME / "device/cuda/block.rs",
-    RUNTIME / "device/cuda/stream.rs",
+IN_COMM = [
+    COMM / "comm/local/shared_device.rs",
+    COMM / "device/cuda/driver/block.rs",
+    COMM / "device/cuda/driver/stream.rs",
 ]
 IN_NCCL = [
-    RUNTIME / "comm/nccl/mod.rs",
-    RUNTIME / "comm/nccl/flight.rs",
-    RUNTIME / "comm/nccl/launch.rs",
-    RUNTIME / "comm/nccl/scratch.rs",
+    COMM / "comm/nccl/mod.rs",
+    COMM / "comm/nccl/flight.rs",
+    COMM / "comm/nccl/launch.rs",
+    COMM / "comm/nccl/scratch.rs",
 ]
 
 PASSED = 'crate::device::Stream::record(&*crate::device::cpu::ComputeStream::new("passed"))'
@@ -117,12 +118,12 @@ def main():
     if not passes(["communicator", "pipelines", "driver"]):
         sys.exit("the tests fail without a mutant")
     survivors, count = [], 0
-    for source in [*IN_TEST, *IN_RUNTIME, *IN_NCCL]:
+    for source in [*IN_TEST, *IN_COMM, *IN_NCCL]:
         target = COPY / MAIN / IN_TEST[source] if source in IN_TEST else COPY / source
         original = target.read_text()
         tests = ["communicator", "pipelines"] if source in IN_NCCL else ["pipelines", "driver", "communicator"]
         for number, line, text in mutants(original):
-            where = f"{source.relative_to(RUNTIME)}:{number}"
+            where = f"{source}:{number}"
             if wanted not in where:
                 continue
             target.write_text(text)

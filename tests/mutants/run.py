@@ -26,7 +26,8 @@ BUILT = ROOT / "target/mutants/built"
 # Where faults are planted, and the tests of their own that are in the short suite.
 CRATES = {
     "fsdp-layout": ["layout_properties", "row_alignment_against_megatron"],
-    "fsdp-runtime": ["local_communicator"],
+    "fsdp-comm": ["local_communicator"],
+    "fsdp-runtime": [],
 }
 # The short suite, the binaries that find most first.
 TESTS = ["engine", "checkpoint", *(test for tests in CRATES.values() for test in tests), "combinations"]

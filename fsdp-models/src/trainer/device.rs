@@ -31,7 +31,7 @@ impl TrainDevice {
     }
 
     /// candle's device of this rank: on CUDA the one of number [`World::local_rank`] modulo their count, with a stream of
-    /// its own. For [`DeviceMesh::on`](fsdp::comm::DeviceMesh::on), once a rank.
+    /// its own. For [`OnDevice::on`](fsdp::OnDevice::on), once a rank.
     ///
     /// # Errors
     /// Those of [`TrainDevice::check`] and of the device.

@@ -10,7 +10,7 @@ use fsdp::launch::World;
 use fsdp::optim::{AdamW, LossScaler, Optimizer};
 use fsdp::spec::Dtype;
 use fsdp::trace::Span;
-use fsdp::{Fsdp, FullyShard, ShardedOptimizer};
+use fsdp::{Fsdp, FullyShard, OnDevice, ShardedOptimizer};
 
 use super::checkpoints::RunCheckpoints;
 use super::metrics::{MetricsWriter, StepMetrics, StepTimes};

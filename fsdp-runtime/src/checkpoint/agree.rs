@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::error::CheckpointError;
 use crate::comm::{Communicator, Phase, Tag, panic_text};
 use crate::engine::{Engine, Turn, Turns};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::FileLocks;
 
 /// A group that saves or loads together.

@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use super::agree::caught;
 use super::contents::Contents;
-use super::error::CheckpointError;
 use super::store::Checkpoints;
 use crate::device::cpu::CpuStream;
 use crate::device::{Event, Stream};
-use crate::error::Result;
+use crate::error::{CheckpointError, Result};
 use crate::sync::Mutex;
 
 /// Saves checkpoints in a thread of each rank's: [`save`](BackgroundSaver::save) copies what the rank owns into host

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use super::disk::Disk;
-use super::error::CheckpointError;
 use super::index::{INDEX_FILE, Index};
 use super::store::{Checkpoints, Entry};
+use crate::error::CheckpointError;
 use crate::files::{FileError, FileLock, FileLocks};
 
 /// Begins the names of what is being written or removed, and is no checkpoint.

@@ -9,14 +9,13 @@ use serde_json::Value;
 
 use super::agree::Group;
 use super::description::ModelDescription;
-use super::error::CheckpointError;
 use super::expected::frozen_tensors;
 use super::finite::is_finite;
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
-use crate::error::Result;
+use crate::error::{CheckpointError, Result};
 use crate::memory::Category;
 
 /// Section of the weights and buffers.

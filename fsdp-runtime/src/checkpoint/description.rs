@@ -5,10 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::{Engine, Fsdp, FsdpUnit, buffer_list, live_variants};
-use crate::files::{Difference, Mismatch};
-
-/// Of a name that is the only one of its tensor.
-pub(super) const NOT_TIED: &str = "not tied";
+use crate::files::{Difference, Mismatch, NOT_TIED};
 
 /// What a checkpoint knows of its model beyond the tensors.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use super::error::CheckpointError;
+use crate::error::CheckpointError;
 use crate::files::FileError;
 
 type Hook = Arc<dyn Fn(&'static str, &Path) -> io::Result<()> + Send + Sync>;

@@ -3,13 +3,12 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::contents::{MODEL, OPTIMIZER};
-use super::error::CheckpointError;
 use super::expected::{Expected, frozen_tensors, mismatch, model_tensors};
 use super::index::{INDEX_FILE, Index, MAX_STEPS, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::restore::Restore;
 use super::state::{ModelRef, Unfit};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::spec::LogicalTensor;
 

@@ -5,13 +5,12 @@ use std::collections::{BTreeMap, HashMap};
 use candle_core::{DType, Device, Tensor};
 
 use super::agree::Group;
-use super::error::CheckpointError;
 use super::expected::{LeftOut, left_out, mismatch, model_tensors};
 use super::index::{Section, StoredTensor};
 use crate::comm::{Phase, Tag};
 use crate::device::update_anywhere;
 use crate::engine::{Fsdp, FsdpUnit, Stores, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::memory::candle_dtype;
 use crate::spec::Dtype;

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::description::ModelDescription;
-use super::error::CheckpointError;
+use crate::error::CheckpointError;
 pub use crate::files::StoredDtype;
 use crate::files::{brief, said};
 

@@ -26,7 +26,6 @@ mod commit;
 mod contents;
 mod description;
 mod disk;
-mod error;
 mod expected;
 mod finite;
 mod fit;
@@ -40,10 +39,10 @@ mod store;
 mod verify;
 mod write;
 
+pub use crate::error::CheckpointError;
 pub use background::BackgroundSaver;
 pub use contents::{Contents, MODEL};
 pub use description::ModelDescription;
-pub use error::CheckpointError;
 pub use index::{
     FORMAT_VERSION, INDEX_FILE, Index, Section, StoredDtype, StoredFile, StoredPart, StoredTensor, Writer,
 };

@@ -9,9 +9,9 @@ use half::{bf16, f16};
 use serde::de::DeserializeOwned;
 
 use super::commit::parse_name;
-use super::error::CheckpointError;
 use super::index::{BLOCK, INDEX_FILE, Index, Section, StoredDtype, StoredTensor};
 use super::open_files::{OpenFiles, open_regular, regular_length};
+use crate::error::CheckpointError;
 use crate::files::{FileError, listed, said};
 
 /// Largest index that is read: one of a model with a million tensors is smaller.

@@ -9,7 +9,6 @@ use candle_core::Tensor;
 use super::agree::Group;
 use super::contents::{MODEL, OPTIMIZER};
 use super::description::ModelDescription;
-use super::error::CheckpointError;
 use super::expected::left_out;
 use super::fit::Fit;
 use super::read::Checkpoint;
@@ -17,7 +16,7 @@ use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
 use crate::device::update_anywhere;
 use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::spec::TensorPiece;
 

@@ -11,10 +11,9 @@ use super::agree::caught;
 use super::commit::{Commit, UNFINISHED, is_ours, parse_name};
 use super::contents::{Contents, Piece, Prepared};
 use super::disk::Disk;
-use super::error::CheckpointError;
 use super::index::{Index, Section, StoredDtype, StoredTensor};
 use super::write::{self, Manifest};
-use crate::error::Result;
+use crate::error::{CheckpointError, Result};
 use crate::files::FileError;
 
 /// A directory that holds the checkpoints of one run, each in a directory of its own: `step-00000100`, ...

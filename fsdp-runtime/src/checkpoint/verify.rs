@@ -4,12 +4,12 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
-use super::error::CheckpointError;
 use super::index::{BLOCK, Index, StoredFile, StoredPart};
 use super::open_files::open_regular;
 use super::read::Checkpoint;
 #[cfg(doc)]
 use super::store::Checkpoints;
+use crate::error::CheckpointError;
 use crate::files::FileError;
 
 /// A part of a tensor, and whose it is.

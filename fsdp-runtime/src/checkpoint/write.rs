@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::contents::Piece;
 use super::disk::Disk;
-use super::error::CheckpointError;
 use super::index::{BLOCK, StoredDtype, StoredFile, StoredPart};
+use crate::error::CheckpointError;
 
 /// What a rank has written, for the index.
 #[derive(Debug, Default, Serialize, Deserialize)]

@@ -1,40 +1,55 @@
-//! Streams, events and flat device memory.
+//! The devices of [`fsdp_comm`], with candle's tensors on them.
 //!
-//! A *stream* runs work in the order of submission, beside the host thread and the other streams; an *event*
-//! is a point in a stream that others can wait for. The pipelines speak only these traits. On the CPU
-//! ([`cpu`]) a side stream is a worker thread and the compute stream is the rank's own thread; on CUDA they
-//! are streams of the driver.
+//! A [`Backend`] knows streams and flat memory. What candle has of the same device is [`Attached`] to it: candle's device, and
+//! the kernels for what the CPU does by code of the host.
 
-mod activity;
-mod anywhere;
-mod average;
-mod backend;
-mod buffer;
-mod clock;
-pub mod cpu;
-#[cfg(feature = "cuda-driver")]
 pub mod cuda;
-mod elementwise;
-mod memory;
-mod pieces;
-#[cfg(not(feature = "cuda-driver"))]
-mod range;
-mod stream;
-mod widen;
+mod on_device;
 
-pub(crate) use activity::Activity;
-pub use anywhere::{read_anywhere, update_all_anywhere, update_anywhere};
-pub use average::move_average;
-pub use backend::{AdamWRun, AdamWScalars, Backend, CpuBackend, Kernels};
-pub use buffer::{ALIGN, Buffer, Element, OnFree, Slice};
-pub use clock::now;
-#[cfg(feature = "cuda-driver")]
-pub(crate) use cuda::HostRange;
-#[cfg(feature = "cuda-driver")]
-pub(crate) use elementwise::Op;
-pub use elementwise::{Elementwise, Fill, cast, fill, move_towards, scale, swap};
-pub use memory::{Block, HostMemory, Memory};
-#[cfg(not(feature = "cuda-driver"))]
-pub(crate) use range::HostRange;
-pub use stream::{Event, Mark, Stream, Work};
-pub use widen::{read_f32, update_f32};
+use std::fmt;
+use std::sync::Arc;
+
+pub use fsdp_comm::device::*;
+
+use candle_core::Device;
+
+use crate::optim::Kernels;
+
+pub use on_device::OnDevice;
+
+/// What candle has of a device: what [`Backend::attached`] is for backends of candle's devices but the CPU.
+pub struct Attached {
+    /// candle's device. Its ops run on [`Backend::compute`].
+    pub device: Device,
+    /// What it does by kernels of its own.
+    pub kernels: Option<Arc<dyn Kernels>>,
+}
+
+impl fmt::Debug for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attached").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// candle's side of a backend.
+pub trait TensorDevice {
+    /// candle's device of it.
+    fn tensors(&self) -> &Device;
+
+    /// What it does by kernels of its own, where the CPU runs code of the host on its memory.
+    fn kernels(&self) -> Option<&dyn Kernels>;
+}
+
+impl TensorDevice for dyn Backend {
+    fn tensors(&self) -> &Device {
+        attached(self).map_or(&Device::Cpu, |attached| &attached.device)
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        attached(self)?.kernels.as_deref()
+    }
+}
+
+fn attached(backend: &dyn Backend) -> Option<&Attached> {
+    backend.attached()?.downcast_ref()
+}

@@ -15,6 +15,7 @@ use super::joined;
 use super::scope::Frame;
 use super::settings::check_prefetch;
 use crate::comm::{Phase, step_words};
+use crate::device::TensorDevice;
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::pipeline::{Moment, Prefetch, Sync};

@@ -5,7 +5,7 @@ use super::config::NonFinite;
 use super::core::Engine;
 use super::fsdp::Fsdp;
 use crate::comm::{HostOp, Phase, step_words};
-use crate::device::read_f32;
+use crate::device::{TensorDevice, read_f32};
 use crate::error::{Error, Result};
 use crate::optim::{clip_scale, squared_norm};
 

@@ -11,7 +11,7 @@ use super::fsdp::Fsdp;
 use super::optimizer::{DueStep, ShardedOptimizer};
 use crate::comm::{HostOp, Phase, Tag};
 use crate::device::cuda::{CudaBackend, CudaWork, Steps};
-use crate::device::{Slice, Stream};
+use crate::device::{Slice, Stream, TensorDevice};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 use crate::pipeline::Change;
@@ -127,7 +127,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     fn capturable<'a>(&self, engine: &'a Engine) -> Result<&'a CudaBackend> {
         let refuse = |why: &str| Err(Error::Config(format!("a step cannot be captured as a graph: {why}")));
         let Some(backend) = engine.backend.as_any().downcast_ref::<CudaBackend>() else {
-            return refuse("the model is not on a CUDA device (see `DeviceMesh::on`)");
+            return refuse("the model is not on a CUDA device (see `OnDevice::on`)");
         };
         let config = &engine.config;
         if engine.comm.size() > 1 && engine.comm.shares_a_process() {

@@ -9,12 +9,10 @@ use super::fsdp::Fsdp;
 use super::held::StepCounts;
 use super::param_groups::ParamGroups;
 use crate::comm::{CommError, Phase};
-use crate::device::{
-    AdamWRun, AdamWScalars, Kernels, Slice, read_anywhere, update_all_anywhere, update_anywhere,
-};
+use crate::device::{Slice, TensorDevice, read_anywhere, update_all_anywhere, update_anywhere};
 use crate::error::{Error, Result};
 use crate::memory::Category;
-use crate::optim::{KernelUpdate, Optimizer, ParamGroup, Segment, StepInfo};
+use crate::optim::{AdamWRun, AdamWScalars, KernelUpdate, Kernels, Optimizer, ParamGroup, Segment, StepInfo};
 use crate::spec::{Dtype, ParamSpec};
 use crate::trace::Begun;
 

@@ -18,6 +18,7 @@ use super::settings::{
 use super::sink::GradSink;
 use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
+use crate::device::TensorDevice;
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
 use crate::memory::{Account, Category, Variable};

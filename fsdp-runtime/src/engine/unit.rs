@@ -23,6 +23,7 @@ use super::module::{FsdpUnit, Walker};
 use super::param::Param;
 use super::scope::{Frame, Scope};
 use crate::comm::Phase;
+use crate::device::TensorDevice;
 use crate::memory::copy_out;
 use crate::random::RandomKey;
 use crate::spec::{ReshardAfterForward, Tree};

@@ -5,6 +5,9 @@ use std::fmt;
 
 use super::{brief, brief_to, listed, listed_as};
 
+/// A tie of a name that is the only one of its tensor.
+pub(crate) const NOT_TIED: &str = "not tied";
+
 /// Longest shape that a message shows whole, in characters.
 const SHAPE: usize = 60;
 

@@ -17,6 +17,7 @@ pub use dtype::StoredDtype;
 pub use fsdp_layout::brief::{brief, brief_to, listed, said};
 pub(crate) use fsdp_layout::brief::{listed_as, shown};
 pub(crate) use lock::{FileLock, FileLocks};
+pub(crate) use mismatch::NOT_TIED;
 pub use mismatch::{Difference, DtypeMismatch, FoundTensor, Mismatch, ShapeMismatch};
 pub(crate) use open::open_no_link;
 pub use open::{open, open_to_write, read, read_to_string};

@@ -7,6 +7,7 @@
 
 mod adamw;
 mod groups;
+mod kernels;
 mod loss_scale;
 mod muon;
 mod norm;
@@ -14,9 +15,10 @@ mod owner;
 mod schedule;
 mod sgd;
 
-pub use crate::device::{AdamWScalars, move_average};
 pub use adamw::AdamW;
+pub use fsdp_comm::device::move_average;
 pub use groups::{Overrides, ParamGroup};
+pub use kernels::{AdamWRun, AdamWScalars, Kernels};
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use muon::Muon;
 pub use norm::{clip_scale, squared_norm};

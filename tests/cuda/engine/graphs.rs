@@ -260,7 +260,7 @@ fn what_cannot_be_captured_is_refused_with_the_reason() {
     let plain = FsdpConfig::default();
     assert_eq!(
         refusal(On::Cpu, 1, &plain, false, false),
-        "configuration: a step cannot be captured as a graph: the model is not on a CUDA device (see `DeviceMesh::on`)"
+        "configuration: a step cannot be captured as a graph: the model is not on a CUDA device (see `OnDevice::on`)"
     );
     in_schedules_with_graphs(0, |_| {
         let said = refusal(On::OneDevice, 2, &plain, false, false);

@@ -4,30 +4,30 @@
 //! that no chain of locks, messages and joins puts in an order are a race, even if in this schedule they were
 //! far apart. This is the happens-before test of race detectors, on the vector clocks that the checker keeps.
 
-#[path = "../../../fsdp-runtime/src/device/activity.rs"]
+#[path = "../../../fsdp-comm/src/device/activity.rs"]
 mod activity;
-#[path = "../../../fsdp-runtime/src/device/average.rs"]
+#[path = "../../../fsdp-comm/src/device/average.rs"]
 mod average;
-#[path = "../../../fsdp-runtime/src/device/backend.rs"]
+#[path = "../../../fsdp-comm/src/device/backend.rs"]
 mod backend;
-#[path = "../../../fsdp-runtime/src/device/buffer.rs"]
+#[path = "../../../fsdp-comm/src/device/buffer.rs"]
 mod buffer;
-#[path = "../../../fsdp-runtime/src/device/clock.rs"]
+#[path = "../../../fsdp-comm/src/device/clock.rs"]
 mod clock;
-#[path = "../../../fsdp-runtime/src/device/cpu.rs"]
+#[path = "../../../fsdp-comm/src/device/cpu.rs"]
 pub mod cpu;
-#[path = "../../../fsdp-runtime/src/device/elementwise.rs"]
+#[path = "../../../fsdp-comm/src/device/elementwise.rs"]
 mod elementwise;
-#[path = "../../../fsdp-runtime/src/device/memory.rs"]
+#[path = "../../../fsdp-comm/src/device/memory.rs"]
 mod memory;
-#[path = "../../../fsdp-runtime/src/device/pieces.rs"]
+#[path = "../../../fsdp-comm/src/device/pieces.rs"]
 mod pieces;
-#[path = "../../../fsdp-runtime/src/device/range.rs"]
+#[path = "../../../fsdp-comm/src/device/cuda/range.rs"]
 mod range;
 mod shadow;
-#[path = "../../../fsdp-runtime/src/device/stream.rs"]
+#[path = "../../../fsdp-comm/src/device/stream.rs"]
 mod stream;
-#[path = "../../../fsdp-runtime/src/device/widen.rs"]
+#[path = "../../../fsdp-comm/src/device/widen.rs"]
 mod widen;
 
 use std::ops::Range;
@@ -38,15 +38,15 @@ pub use average::move_average;
 pub use backend::{Backend, CpuBackend};
 pub use buffer::{ALIGN, Buffer, Element, OnFree};
 pub use clock::now;
-pub use elementwise::{Elementwise, Fill, cast, fill, scale};
+pub use elementwise::{Accumulate, Elementwise, Fill, Op, cast, fill, scale};
 pub use memory::{Block, HostMemory, Memory};
 pub(crate) use range::HostRange;
 pub(crate) use shadow::take_race;
 use shadow::{Kind, Shadow};
-pub use stream::{Event, Mark, Stream, Work};
+pub use stream::{DeviceStream, Event, Mark, Stream, Work};
 pub use widen::{read_f32, update_f32};
 
-use crate::comm::CommError;
+use crate::error::CommError;
 use crate::spec::Dtype;
 
 /// The runtime's slice, with the record of its accesses.

@@ -1,7 +1,7 @@
-//! The runtime's concurrent modules, compiled from their own source files against primitives whose every step
+//! The concurrent modules of `fsdp-comm` and the runtime, compiled from their own source files against primitives whose every step
 //! a checker orders ([`sync`]), and memory that notices accesses which nothing orders ([`device`]).
 //!
-//! The crate stands apart from `fsdp-runtime`, so that the checker is no feature of it: cargo would switch the
+//! The crate stands apart from those, so that the checker is no feature of them: cargo would switch the
 //! feature on in every build of the workspace.
 
 // The modules' own unit tests are for real threads: `cargo test --lib` finds nothing here.
@@ -13,16 +13,17 @@ use fsdp_runtime::{layout, mesh, spec};
 
 mod sync;
 
+#[path = "../../../fsdp-comm/src/error.rs"]
 mod error;
 
-use error::Result;
+use error::{Error, Result};
 
 mod device;
 
-#[path = "../../../fsdp-runtime/src/comm/mod.rs"]
+#[path = "../../../fsdp-comm/src/comm/mod.rs"]
 mod comm;
 
-#[path = "../../../fsdp-runtime/src/launch/mod.rs"]
+#[path = "../../../fsdp-comm/src/launch/mod.rs"]
 mod launch;
 
 mod memory;
@@ -30,7 +31,7 @@ mod memory;
 #[path = "../../../fsdp-runtime/src/buffer.rs"]
 mod buffer;
 
-#[path = "../../../fsdp-runtime/src/trace.rs"]
+#[path = "../../../fsdp-comm/src/trace.rs"]
 mod trace;
 
 #[path = "../../../fsdp-runtime/src/pipeline/mod.rs"]

@@ -1,4 +1,4 @@
-//! The names of `fsdp-runtime/src/sync.rs`, under the checker: every lock, wait, message and join is a point
+//! The names of `fsdp-comm/src/sync.rs`, under the checker: every lock, wait, message and join is a point
 //! where it may run another thread.
 
 use std::ops::{Deref, DerefMut};

@@ -4,14 +4,12 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use fsdp_comm::device::cuda::{CudaDevice, CudaError, CudaOptions, CudaStream, Priority};
 use parking_lot::Mutex;
 
-use super::device::{CudaDevice, CudaOptions};
-use super::error::CudaError;
-use super::stream::{CudaStream, Priority};
-use super::updates::{Steps, Tables};
+use super::updates::{CudaKernels, Steps};
 use crate::comm::CommError;
-use crate::device::{Backend, Kernels, Memory, Slice, Stream};
+use crate::device::{Attached, Backend, Memory, Slice, Stream};
 use crate::spec::Dtype;
 
 /// Bytes that are copied between pageable memory and the device at a time.
@@ -21,21 +19,20 @@ const STAGING: usize = 16 << 20;
 ///
 /// Its compute stream is candle's own stream for the device; candle's tensors and flat buffers are ordered by it.
 pub struct CudaBackend {
-    tensors: candle_core::Device,
+    attached: Attached,
     cuda: candle_core::CudaDevice,
     device: CudaDevice,
     compute: Arc<CudaStream>,
     /// Page-locked memory on the way to and from the host; made when first needed.
     staging: Mutex<Option<Slice>>,
-    pub(super) tables: Mutex<Tables>,
-    pub(super) steps: Mutex<Steps>,
+    kernels: Arc<CudaKernels>,
 }
 
 impl CudaBackend {
     /// The device behind `tensors`.
     ///
     /// # Errors
-    /// If it works on the default stream, which is another one in every thread: [`super::device`] makes one that does
+    /// If it works on the default stream, which is another one in every thread: [`device`](super::device) makes one that does
     /// not; those of [`CudaDevice::of`].
     pub fn new(tensors: &candle_core::CudaDevice, options: &CudaOptions) -> Result<CudaBackend, CudaError> {
         let stream = tensors.cuda_stream();
@@ -46,14 +43,15 @@ impl CudaBackend {
         }
         let device = CudaDevice::of(stream, options)?;
         let compute = device.compute("compute");
+        let kernels = Arc::new(CudaKernels::new(compute.clone()));
+        let device_of_candle = candle_core::Device::Cuda(tensors.clone());
         Ok(CudaBackend {
-            tensors: candle_core::Device::Cuda(tensors.clone()),
+            attached: Attached { device: device_of_candle, kernels: Some(kernels.clone()) },
             cuda: tensors.clone(),
             device,
             compute,
             staging: Mutex::default(),
-            tables: Mutex::default(),
-            steps: Mutex::default(),
+            kernels,
         })
     }
 
@@ -69,6 +67,17 @@ impl CudaBackend {
 
     pub(crate) fn stream(&self) -> &Arc<CudaStream> {
         &self.compute
+    }
+
+    /// Sets what calls of [`Kernels::adamw`](crate::optim::Kernels::adamw) do. Before a capture the device has done all that
+    /// it was given.
+    pub(crate) fn set_steps(&self, steps: Steps) {
+        self.kernels.set_steps(steps);
+    }
+
+    /// Copies the tables of scalars that were written and not copied.
+    pub(crate) fn copy_tables(&self) -> Result<(), CommError> {
+        self.kernels.copy_tables()
     }
 
     /// Calls `step` with the parts of `len` bytes that fit into page-locked memory, and with so much of it.
@@ -107,10 +116,6 @@ impl fmt::Debug for CudaBackend {
 // SAFETY: copies go through staging memory, between the slice and the bytes, on the compute stream, and the host waits for
 // each. The compute stream is the one that candle has for the device.
 unsafe impl Backend for CudaBackend {
-    fn tensors(&self) -> &candle_core::Device {
-        &self.tensors
-    }
-
     fn memory(&self) -> Arc<dyn Memory> {
         Arc::new(self.device.memory())
     }
@@ -152,7 +157,7 @@ unsafe impl Backend for CudaBackend {
         self
     }
 
-    fn kernels(&self) -> Option<&dyn Kernels> {
-        Some(self)
+    fn attached(&self) -> Option<&dyn Any> {
+        Some(&self.attached)
     }
 }

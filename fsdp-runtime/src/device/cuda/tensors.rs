@@ -9,26 +9,12 @@ use cudarc::driver as cuda;
 use cudarc::driver::DevicePtr;
 use fsdp_kernels::{AccumulateArgs, Args};
 
-use super::copy::address;
-use super::device::require_driver;
-use super::error::{CudaError, words};
-use super::kernels::{compiled, kernel_dtype, max_blocks};
+use fsdp_comm::device::cuda::{CudaError, compiled, device_count, kernel_dtype, max_blocks, words};
+
 use crate::device::Slice;
 
-/// Number of CUDA devices that are visible to this process.
-///
-/// # Errors
-/// If the driver is not installed or does not work.
-pub fn device_count() -> Result<usize, CudaError> {
-    require_driver()?;
-    let call = |call| move |error| CudaError::Call { ordinal: 0, call, message: words(error) };
-    cuda::result::init().map_err(call("initialising the driver"))?;
-    let count = cuda::CudaContext::device_count().map_err(call("counting devices"))?;
-    Ok(usize::try_from(count).unwrap_or(0))
-}
-
 /// candle's device `ordinal`, with a stream of its own: what a rank passes to
-/// [`DeviceMesh::on`](crate::comm::DeviceMesh::on). Ranks that share a device make one each.
+/// [`OnDevice::on`](crate::device::OnDevice::on). Ranks that share a device make one each.
 ///
 /// # Errors
 /// If the driver is not installed, there is no such device, or it does not work.
@@ -113,7 +99,7 @@ pub(crate) unsafe fn accumulate(
         candle_core::bail!("{} elements from {start} on, of {len}", to.len());
     }
     let args = AccumulateArgs {
-        acc: address(to),
+        acc: to.as_ptr().addr() as u64,
         values: address_of + (start * dtype.size()) as u64,
         len: to.len() as u64,
         beta: if add { 1.0 } else { 0.0 },

@@ -3,23 +3,30 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fsdp_kernels::{AdamWArgs, AdamWSegment, SquaredNormArgs, SumArgs};
+use fsdp_comm::device::cuda::{CudaStream, kernel_dtype};
+use fsdp_kernels::{AdamWArgs, AdamWSegment, Args, SquaredNormArgs, SumArgs};
+use parking_lot::Mutex;
 
-use super::backend::CudaBackend;
-use super::copy::address;
-use super::stream::CudaStream;
 use crate::comm::CommError;
-use crate::device::{AdamWRun, AdamWScalars, Event, Kernels, Slice, Stream};
+use crate::device::{Event, Slice, Stream};
+use crate::optim::{AdamWRun, AdamWScalars, Kernels};
 use crate::spec::Dtype;
 
-/// The tables of scalars that steps have been taken with, by the address of the weights.
-pub(super) type Tables = HashMap<u64, Table>;
+/// The kernels of one device, in the order of its compute stream.
+pub(super) struct CudaKernels {
+    stream: Arc<CudaStream>,
+    /// The tables of scalars that steps have been taken with, by the address of the weights.
+    tables: Mutex<HashMap<u64, Table>>,
+    steps: Mutex<Steps>,
+    /// Page-locked memory of a total on its way to the host; made when first needed.
+    total: Mutex<Option<Slice>>,
+}
 
 /// Scalars of a step, in page-locked memory and on the device: the factor of the gradients, then the runs.
 ///
 /// The host writes the first and the device copies it to the second, so that a step that was captured in a graph takes
 /// the scalars that the host has written before its launch.
-pub(super) struct Table {
+struct Table {
     host: Slice,
     device: Slice,
     /// The copy of the last step.
@@ -32,12 +39,12 @@ pub(super) struct Table {
 const HEAD: usize = 8;
 
 impl Table {
-    fn new(backend: &CudaBackend, runs: usize) -> Result<Table, CommError> {
+    fn new(stream: &CudaStream, runs: usize) -> Result<Table, CommError> {
         let elements = (HEAD + runs * size_of::<AdamWSegment>()) / 4;
         // SAFETY: the host writes it when the last copy from it is done (`write`).
-        let host = unsafe { Slice::zeros_in(&backend.device().pinned(), Dtype::F32, elements, None) }?;
+        let host = unsafe { Slice::zeros_in(&stream.device().pinned(), Dtype::F32, elements, None) }?;
         // SAFETY: copies write it and kernels read it, all on the compute stream.
-        let device = unsafe { Slice::zeros_in(&backend.device().memory(), Dtype::F32, elements, None) }?;
+        let device = unsafe { Slice::zeros_in(&stream.device().memory(), Dtype::F32, elements, None) }?;
         Ok(Table { host, device, copied: None, fresh: false })
     }
 
@@ -93,9 +100,13 @@ pub(crate) enum Steps {
     Replayed,
 }
 
-impl CudaBackend {
+impl CudaKernels {
+    pub(super) fn new(stream: Arc<CudaStream>) -> CudaKernels {
+        CudaKernels { stream, tables: Mutex::default(), steps: Mutex::default(), total: Mutex::default() }
+    }
+
     /// Sets what calls of [`Kernels::adamw`] do. Before a capture the device has done all that it was given.
-    pub(crate) fn set_steps(&self, steps: Steps) {
+    pub(super) fn set_steps(&self, steps: Steps) {
         if steps == Steps::Captured {
             self.tables.lock().values_mut().for_each(|table| table.copied = None);
         }
@@ -103,8 +114,27 @@ impl CudaBackend {
     }
 
     /// Copies the tables that were written and not copied.
-    pub(crate) fn copy_tables(&self) -> Result<(), CommError> {
-        self.tables.lock().values_mut().try_for_each(|table| table.copy(self.stream()))
+    pub(super) fn copy_tables(&self) -> Result<(), CommError> {
+        self.tables.lock().values_mut().try_for_each(|table| table.copy(&self.stream))
+    }
+
+    /// The f64 in two elements of f32 of the device. Blocks until it is there.
+    fn read(&self, value: &Slice) -> Result<f64, CommError> {
+        let mut held = self.total.lock();
+        let to = match &*held {
+            Some(to) => to.clone(),
+            None => {
+                // SAFETY: it is used under the lock only, and each copy to it is waited for there.
+                let to = unsafe { Slice::zeros_in(&self.stream.device().pinned(), Dtype::F32, 2, None) }?;
+                held.insert(to).clone()
+            }
+        };
+        self.stream.copy(value, &to)?;
+        self.stream.record().synchronize()?;
+        let mut total = [0; 8];
+        // SAFETY: the copy to it is done, as the event says, and the lock is held.
+        total.copy_from_slice(unsafe { to.as_bytes() });
+        Ok(f64::from_ne_bytes(total))
     }
 }
 
@@ -112,7 +142,7 @@ const _: () = assert!(size_of::<AdamWSegment>() == 48, "two u64 and eight f32, a
 
 // SAFETY: `adamw` checks that its slices are as long and its runs inside of them; `squared_norm` reads whole slices. What
 // else they write is of their own.
-unsafe impl Kernels for CudaBackend {
+unsafe impl Kernels for CudaKernels {
     fn adamw(
         &self,
         runs: &[AdamWRun],
@@ -122,17 +152,17 @@ unsafe impl Kernels for CudaBackend {
         moments: [&Slice; 2],
     ) -> Result<(), CommError> {
         let Some(longest) = runs.iter().map(|run| run.elements.len()).max() else { return Ok(()) };
-        let stream = self.stream();
+        let stream = &*self.stream;
         fits(runs, weights, grads, moments)
             .map_err(|message| CommError::Stream { stream: stream.name().to_owned(), message })?;
-        super::kernels::check(stream, &[weights, grads, moments[0], moments[1]])?;
+        stream.reaches(&[weights, grads, moments[0], moments[1]])?;
         let mut tables = self.tables.lock();
         let table = match tables.entry(address(weights)) {
             std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Table::new(self, runs.len())?),
+            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Table::new(stream, runs.len())?),
         };
         if table.host.bytes() < HEAD + std::mem::size_of_val(runs) {
-            *table = Table::new(self, runs.len())?;
+            *table = Table::new(stream, runs.len())?;
         }
         table.write(runs, grad_scale)?;
         match *self.steps.lock() {
@@ -155,22 +185,22 @@ unsafe impl Kernels for CudaBackend {
             scale: 1.0,
         };
         let name = fsdp_kernels::adamw(dtype(grads), dtype(weights));
-        let launch = args.launch_for(longest as u64, self.device().state().kernels.max_blocks());
+        let launch = args.launch_for(longest as u64, stream.max_blocks());
         let slices = [weights, grads, moments[0], moments[1], &table.device];
         // SAFETY: the arguments are of this kernel for these dtypes; the slices are of the device, as long as the weights,
         // and the runs inside of them, as checked above. The table has room for the runs.
-        unsafe { self.device().state().kernels.launch_as(stream, name, &args, launch, &slices) }
+        unsafe { stream.launch(name, &args, launch, &slices) }
     }
 
     fn squared_norm(&self, slices: &[Slice]) -> Result<f64, CommError> {
-        let stream = self.stream();
+        let stream = &*self.stream;
         let partials = |slice: &Slice| SquaredNormArgs::partials_for(slice.len() as u64) as usize;
         let count: usize = slices.iter().map(partials).sum();
         // f64 values, in memory that is counted in f32: the total, then the partial sums.
         // SAFETY: it stays in this call, whose kernels and copy use it on the compute stream.
-        let sums = unsafe { Slice::zeros_in(&self.device().memory(), Dtype::F32, 2 * (1 + count), None) }?;
-        let kernels = &self.device().state().kernels;
-        super::kernels::check(stream, &slices.iter().collect::<Vec<_>>())?;
+        let sums = unsafe { Slice::zeros_in(&stream.device().memory(), Dtype::F32, 2 * (1 + count), None) }?;
+        let blocks = stream.max_blocks();
+        stream.reaches(&slices.iter().collect::<Vec<_>>())?;
         let values = address(&sums) + 8;
         let mut next = values;
         for slice in slices {
@@ -179,14 +209,12 @@ unsafe impl Kernels for CudaBackend {
             let name = fsdp_kernels::squared_norm(dtype(slice));
             // SAFETY: the arguments are of this kernel; `sums` has room for the total and as many partial sums as were
             // counted, by the same function.
-            unsafe { kernels.launch(stream, name, &args, &[slice, &sums])? };
+            unsafe { stream.launch(name, &args, args.launch(blocks), &[slice, &sums])? };
         }
         let args = SumArgs { values, total: address(&sums), rounded: 0, len: count as u64, divisor: 1.0 };
         // SAFETY: the arguments are of this kernel; it reads what was written before in stream order.
-        unsafe { kernels.launch(stream, fsdp_kernels::sum_f64(), &args, &[&sums])? };
-        let mut total = [0; 8];
-        crate::device::Backend::download(self, &sums.range(0..2), &mut total)?;
-        Ok(f64::from_ne_bytes(total))
+        unsafe { stream.launch(fsdp_kernels::sum_f64(), &args, args.launch(blocks), &[&sums])? };
+        self.read(&sums.range(0..2))
     }
 }
 
@@ -207,6 +235,11 @@ fn fits(runs: &[AdamWRun], weights: &Slice, grads: &Slice, moments: [&Slice; 2])
     outside.map_or(Ok(()), |run| Err(format!("a step of AdamW on the elements {run:?} of {len}")))
 }
 
+/// The driver's pointer to a slice.
+fn address(slice: &Slice) -> u64 {
+    slice.as_ptr().addr() as u64
+}
+
 fn dtype(slice: &Slice) -> fsdp_kernels::Dtype {
-    super::kernels::kernel_dtype(slice.dtype())
+    kernel_dtype(slice.dtype())
 }

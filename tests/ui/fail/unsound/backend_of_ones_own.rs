@@ -3,20 +3,15 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use candle_core::Device;
 use fsdp::comm::CommError;
 use fsdp_runtime::device::cpu::{ComputeStream, CpuStream};
 use fsdp_runtime::device::{Backend, HostMemory, Memory, Slice, Stream};
 
-/// Its compute stream is not the one that candle computes in.
+/// Its compute stream is not the one that tensors are computed in.
 #[derive(Debug)]
 struct Beside;
 
 impl Backend for Beside {
-    fn tensors(&self) -> &Device {
-        &Device::Cpu
-    }
-
     fn memory(&self) -> Arc<dyn Memory> {
         Arc::new(HostMemory)
     }
