@@ -3,7 +3,8 @@
 use std::thread;
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use fake_cuda::{Schedule, Session};
+use fake_cuda::Schedule;
+use fsdp_test_fake_cuda::session;
 
 use crate::compare::{Values, assert_close, compare, named, tolerance, values};
 
@@ -62,7 +63,7 @@ fn a_model_trains_as_on_the_cpu() -> Result<()> {
 fn ranks_train_side_by_side() -> Result<()> {
     let expected = mlp(DType::F32, &Device::Cpu)?;
     for schedule in Schedule::all(3) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         thread::scope(|scope| {
             for ordinal in 0..4 {
                 let expected = &expected;

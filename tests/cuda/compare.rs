@@ -1,7 +1,8 @@
 //! The same computation on the CPU and on the fake driver.
 
 use candle_core::{DType, Device, Result, Tensor};
-use fake_cuda::{Schedule, Session};
+use fake_cuda::Schedule;
+use fsdp_test_fake_cuda::session;
 use fsdp_test_support::relative;
 
 /// What a computation gave, by name.
@@ -35,7 +36,7 @@ pub fn tolerance(dtype: DType) -> f64 {
 pub fn compare(random: u64, tolerance: f64, compute: impl Fn(&Device) -> Result<Values>) -> Result<()> {
     let expected = compute(&Device::Cpu)?;
     for schedule in Schedule::all(random) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         let got = compute(&Device::new_cuda_with_stream(0)?)?;
         assert_close(&expected, &got, tolerance);
         drop(session);

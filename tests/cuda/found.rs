@@ -2,7 +2,8 @@
 
 use candle_core::cuda::CudaStorageSlice;
 use candle_core::{DType, Device, Error, Result, Storage, Tensor};
-use fake_cuda::{Finding, Kind, Schedule, Session};
+use fake_cuda::{Finding, Kind, Schedule};
+use fsdp_test_fake_cuda::session;
 use fsdp_test_support::{assert_close, relative};
 
 use crate::compare::values;
@@ -33,7 +34,7 @@ fn a_stream_that_does_not_wait_for_candle_races() -> Result<()> {
     };
     for schedule in Schedule::all(3) {
         for waits in [true, false] {
-            let session = Session::with_all_kernels(schedule);
+            let session = session(schedule);
             let device = Device::new_cuda_with_stream(0)?;
             // SAFETY: what follows waits by itself, or is meant not to.
             unsafe { device.as_cuda_device()?.disable_event_tracking() };
@@ -54,7 +55,7 @@ fn a_stream_that_does_not_wait_for_candle_races() -> Result<()> {
 
 #[test]
 fn a_product_of_what_was_not_waited_for_races() -> Result<()> {
-    let session = Session::with_all_kernels(Schedule::Latest);
+    let session = session(Schedule::Latest);
     let [one, other] = [Device::new_cuda_with_stream(0)?, Device::new_cuda_with_stream(0)?];
     // SAFETY: it is meant not to wait.
     unsafe { one.as_cuda_device()?.disable_event_tracking() };
@@ -80,7 +81,7 @@ fn a_product_of_what_was_not_waited_for_races() -> Result<()> {
 
 #[test]
 fn a_tensor_that_outlives_the_session_is_a_leak() -> Result<()> {
-    let session = Session::with_all_kernels(Schedule::Latest);
+    let session = session(Schedule::Latest);
     std::mem::forget(values(&[3], 1, DType::F32, &Device::new_cuda_with_stream(0)?)?);
     let findings = session.end();
     for leak in ["12 bytes of memory of device 0", "a cuBLAS handle", "a cuRAND generator"] {
@@ -92,7 +93,7 @@ fn a_tensor_that_outlives_the_session_is_a_leak() -> Result<()> {
 
 #[test]
 fn a_kernel_that_is_not_there_is_named() -> Result<()> {
-    let session = Session::with_all_kernels(Schedule::Latest);
+    let session = session(Schedule::Latest);
     let device = Device::new_cuda_with_stream(0)?;
     let image = values(&[1, 1, 4, 4], 1, DType::F32, &device)?;
     assert!(image.avg_pool2d(2).is_err());

@@ -2,7 +2,8 @@
 
 use candle_core::cuda::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{DType, Device, Error, Result, Tensor};
-use fake_cuda::{Kind, Schedule, Session};
+use fake_cuda::{Kind, Schedule};
+use fsdp_test_fake_cuda::session;
 
 use crate::compare::{assert_close, named, values};
 
@@ -54,7 +55,7 @@ fn a_captured_step_computes_on_what_is_there_when_it_is_launched() -> Result<()>
     };
     let expected = read(run(&Device::Cpu)?)?;
     for schedule in Schedule::all(3) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         let device = Device::new_cuda_with_stream(0)?;
         // SAFETY: there is one stream. What is captured cannot wait for events from before the capture.
         unsafe { device.as_cuda_device()?.disable_event_tracking() };

@@ -3,13 +3,14 @@
 use candle_core::cuda::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda::cudarc::nvrtc::{CompileError, compile_ptx};
 use candle_core::{DType, Device, Error, Result, Tensor};
-use fake_cuda::{Access, Schedule, Session};
+use fake_cuda::{Access, Schedule};
+use fsdp_test_fake_cuda::session;
 
 #[test]
 fn random_numbers_are_those_of_their_seed() -> Result<()> {
     let mut of_all = Vec::new();
     for schedule in Schedule::all(3) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         let draw = |seed| -> Result<Vec<Vec<f64>>> {
             let device = Device::new_cuda_with_stream(0)?;
             device.set_seed(seed)?;
@@ -50,7 +51,7 @@ extern \"C\" __global__ void plain(float* to) { *to = 1.0f; }
 
 #[test]
 fn a_program_has_the_kernels_that_it_defines() -> Result<()> {
-    let session = Session::with_all_kernels(Schedule::Latest);
+    let session = session(Schedule::Latest);
     for name in ["store_float", "store_int", "plain", "elsewhere"] {
         session.kernel(
             name,
@@ -80,7 +81,7 @@ fn a_program_has_the_kernels_that_it_defines() -> Result<()> {
 
 #[test]
 fn a_program_without_kernels_is_refused_with_a_log() {
-    let _session = Session::with_all_kernels(Schedule::Latest);
+    let _session = session(Schedule::Latest);
     let error = compile_ptx("int nothing;").expect_err("there is no kernel");
     let CompileError::CompileError { log, .. } = error else { panic!("{error:?}") };
     assert!(log.to_string_lossy().contains("no kernel"), "{log:?}");

@@ -1,4 +1,4 @@
-//! candle's CUDA tensors, and models that are sharded on them, on the fake driver: see tests/fake-cuda/README.md. `.ci/cuda`
+//! candle's CUDA tensors, and models that are sharded on them, on the fake driver: see fake-cuda/README.md. `.ci/cuda`
 //! runs them. With `FSDP_CUDA=real` those of [`engine`] and [`models`] take the device that is there; the others
 //! need the fake one.
 

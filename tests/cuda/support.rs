@@ -1,8 +1,9 @@
 //! Sessions with the fake driver, or none with a real device.
 
 use candle_core::Device;
-use fake_cuda::{Finding, Kind, Schedule, Session};
+use fake_cuda::{Finding, Kind, Schedule};
 use fsdp::launch::World;
+use fsdp_test_fake_cuda::session;
 
 /// Where tests run.
 pub(crate) fn is_real() -> bool {
@@ -15,7 +16,7 @@ pub(crate) fn in_schedules(random: u64, mut run: impl FnMut(&str)) {
         return run("on the device");
     }
     for schedule in Schedule::all(random) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         run(&format!("{schedule:?}"));
         drop(session);
     }
@@ -28,7 +29,7 @@ pub(crate) fn in_schedules_with_graphs(random: u64, mut run: impl FnMut(&str)) {
         return run("on the device");
     }
     for schedule in Schedule::all(random) {
-        let session = Session::with_all_kernels(schedule);
+        let session = session(schedule);
         run(&format!("{schedule:?}"));
         let found = session.end();
         let is_kept = |finding: &Finding| {

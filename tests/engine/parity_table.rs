@@ -21,7 +21,7 @@ fn every_test_it_names_is_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut files = Vec::new();
     rust_files(&root.join("tests"), &mut files);
-    for part in ["fsdp-layout", "fsdp-comm", "fsdp-runtime", "fsdp-models"] {
+    for part in ["fake-cuda", "fsdp-layout", "fsdp-comm", "fsdp-runtime", "fsdp-models"] {
         for folder in ["src", "tests"].map(|folder| root.join(part).join(folder)) {
             if folder.exists() {
                 rust_files(&folder, &mut files);

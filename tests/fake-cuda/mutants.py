@@ -104,8 +104,8 @@ def run(test):
     if build.returncode:
         sys.exit(f"a mutant does not compile:\n{build.stderr}")
     program = re.search(rf"tests/{test}/main.rs \((\S+)\)", build.stderr)[1]
-    # Of the driver's own tests those of the runtime's devices. The unit tests of what is compiled in are no concern here.
-    command = [program, *(["device::"] if test == "driver" else ["--skip", "memory::pool", "--skip", "pipeline::"])]
+    # The unit tests of what is compiled in are no concern here.
+    command = [program, "--skip", "memory::pool", "--skip", "pipeline::"]
     try:
         return subprocess.run(command, cwd=COPY / "tests/fake-cuda", capture_output=True, timeout=300).returncode == 0
     except subprocess.TimeoutExpired:
@@ -115,13 +115,13 @@ def run(test):
 def main():
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     copy()
-    if not passes(["communicator", "pipelines", "driver"]):
+    if not passes(["communicator", "pipelines", "devices"]):
         sys.exit("the tests fail without a mutant")
     survivors, count = [], 0
     for source in [*IN_TEST, *IN_COMM, *IN_NCCL]:
         target = COPY / MAIN / IN_TEST[source] if source in IN_TEST else COPY / source
         original = target.read_text()
-        tests = ["communicator", "pipelines"] if source in IN_NCCL else ["pipelines", "driver", "communicator"]
+        tests = ["communicator", "pipelines"] if source in IN_NCCL else ["pipelines", "devices", "communicator"]
         for number, line, text in mutants(original):
             where = f"{source}:{number}"
             if wanted not in where:

@@ -1,9 +1,10 @@
 //! Which devices a mesh takes, and what is reported of a model there.
 
 use candle_core::{Device, Tensor};
-use fake_cuda::{Schedule, Session};
+use fake_cuda::Schedule;
 use fsdp::memory::Usage;
 use fsdp::prelude::*;
+use fsdp_test_fake_cuda::session;
 
 use super::{Model, batch};
 use crate::support::{On, in_schedules, is_real};
@@ -18,7 +19,7 @@ fn the_cpu_is_taken_as_it_is() {
 
 #[test]
 fn a_device_that_is_not_there_is_an_error() {
-    let session = (!is_real()).then(|| Session::with_all_kernels(Schedule::Earliest));
+    let session = (!is_real()).then(|| session(Schedule::Earliest));
     let error = fsdp::cuda::device(99).unwrap_err().to_string();
     assert!(error.starts_with("there is no device cuda:99: "), "{error}");
     drop(session);
@@ -26,7 +27,7 @@ fn a_device_that_is_not_there_is_an_error() {
 
 #[test]
 fn a_default_stream_is_refused() {
-    let session = (!is_real()).then(|| Session::with_all_kernels(Schedule::Earliest));
+    let session = (!is_real()).then(|| session(Schedule::Earliest));
     let device = Device::new_cuda(0).unwrap();
     let error = DeviceMesh::single().on(&device).unwrap_err().to_string();
     assert_eq!(
@@ -43,7 +44,7 @@ fn ranks_that_share_some_devices_are_refused() {
     if is_real() {
         return;
     }
-    let session = Session::with_all_kernels(Schedule::Earliest);
+    let session = session(Schedule::Earliest);
     let outcome = launch::local(3, |world| -> fsdp::Result<()> {
         // Ranks 0 and 1 have one, rank 2 another.
         let device = fsdp::cuda::device(world.rank() / 2)?;

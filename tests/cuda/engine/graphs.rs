@@ -278,12 +278,13 @@ fn what_cannot_be_captured_is_refused_with_the_reason() {
 #[test]
 #[cfg(feature = "nccl")]
 fn a_rank_that_does_not_launch_the_graph_ends_the_others_wait() {
-    use fake_cuda::{Kind, Schedule, Session};
+    use fake_cuda::{Kind, Schedule};
+    use fsdp_test_fake_cuda::session;
 
     if crate::support::is_real() {
         return;
     }
-    let session = Session::with_all_kernels(Schedule::Latest);
+    let session = session(Schedule::Latest);
     let outcome = launch::local(2, |world| -> fsdp::Result<()> {
         let (mut model, mut optimizer, input) = prepared(On::ADeviceEach, &world, &FsdpConfig::default())?;
         let graph = capture(&mut optimizer, &mut model, |model| {

@@ -4,7 +4,6 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fake_cuda::register_fsdp_kernels;
 use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
 use fsdp_runtime::comm::tcp::Place;
 use fsdp_runtime::comm::{Phase, Tag};
@@ -12,6 +11,7 @@ use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, CudaStream, KernelImag
 use fsdp_runtime::device::{Slice, Stream, update_f32};
 use fsdp_runtime::launch::{LaunchError, Launcher, World};
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_fake_cuda::register_fsdp_kernels;
 
 /// What ranks return: an error of any kind is the rank's end.
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;

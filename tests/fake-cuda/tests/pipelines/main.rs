@@ -29,11 +29,12 @@ mod stepped;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fake_cuda::{Finding, Kind, Schedule, Session, register_fsdp_kernels};
+use fake_cuda::{Finding, Kind, Schedule, Session};
 use fsdp_runtime::comm::nccl::{NcclComm, NcclOptions, Sums};
 use fsdp_runtime::comm::{Communicator, Registration};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, Launcher, World};
+use fsdp_test_fake_cuda::register_fsdp_kernels;
 
 use self::pipeline::Sync;
 use self::place::Shared;

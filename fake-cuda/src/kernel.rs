@@ -78,17 +78,12 @@ impl Launch<'_> {
         (!upload.bytes.is_null()).then(|| (0..upload.len / size_of::<T>()).map(value).collect())
     }
 
-    /// The one parameter of a kernel of `fsdp-kernels`. Panics if it has another size.
-    pub fn args<A: fsdp_kernels::Args>(&self) -> A {
-        assert_eq!(self.sizes, [size_of::<A>()], "the kernel takes another struct");
-        // SAFETY: the driver passes a pointer to so many bytes; arguments are plain data of C's layout.
-        unsafe { (*self.raw.params).cast::<A>().read_unaligned() }
-    }
-
-    /// Where the first parameter is.
-    pub(crate) fn args_pointer(&self) -> *const c_void {
+    /// Where the `index`th parameter is, of as many bytes as it was registered with, at no particular alignment: for kernels
+    /// that take a struct.
+    pub fn param_pointer(&self, index: usize) -> *const c_void {
+        assert!(index < self.sizes.len(), "parameter {index} of a kernel that takes {}", self.sizes.len());
         // SAFETY: the driver passes a pointer for each registered size.
-        unsafe { (*self.raw.params).cast() }
+        unsafe { (*self.raw.params.add(index)).cast() }
     }
 
     /// The values at `address`. Panics if the kernel has not said that it reads them.

@@ -1,10 +1,10 @@
 //! Kernels of `fsdp-kernels`: those that the runtime launches by itself as Rust functions, and the rest, which models
 //! launch, as its own emulation runs them.
 
-use ::fsdp_kernels::{AccumulateArgs, Args, CastArgs, Dtype, Kernel, SumRanksArgs, host};
+use fsdp_kernels::{AccumulateArgs, Args, CastArgs, Dtype, Kernel, SumRanksArgs, host};
 use half::{bf16, f16};
 
-use crate::kernel::{Access, Launch, register};
+use fake_cuda::{Access, Launch, Session, register_kernel};
 
 /// Registers them, and returns text that is taken for a module that has all kernels. Those that are emulated are not there
 /// where no C++ compiler was found.
@@ -49,23 +49,25 @@ pub fn register_fsdp_kernels() -> String {
             emulate(kernel);
         }
     }
-    crate::Session::image(Kernel::all().map(|kernel| kernel.name()))
+    Session::image(Kernel::all().map(|kernel| kernel.name()))
 }
 
 fn add<A: Args>(kernel: Kernel, run: impl Fn(&Launch<'_>, A) + Send + Sync + 'static) {
-    register(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
-        run(launch, launch.args())
+    register_kernel(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
+        assert_eq!(kernel.args_size(), size_of::<A>(), "the kernel takes another struct");
+        // SAFETY: the arguments are the struct that the kernel takes, as many bytes as were registered.
+        run(launch, unsafe { launch.param_pointer(0).cast::<A>().read_unaligned() })
     });
 }
 
 /// A panic says what the emulation finds.
 fn emulate(kernel: Kernel) {
-    register(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
-        let args = launch.args_pointer();
+    register_kernel(kernel.name(), &[kernel.args_size()], accesses(kernel), move |launch| {
+        let args = launch.param_pointer(0);
         // SAFETY: the arguments are the struct that the kernel takes.
         let memory = unsafe { kernel.accesses(args) };
         let [x, y, _] = launch.grid();
-        let shape = ::fsdp_kernels::Launch {
+        let shape = fsdp_kernels::Launch {
             grid: [x, y],
             threads: launch.block()[0],
             shared_bytes: launch.shared_bytes(),
@@ -79,8 +81,8 @@ fn emulate(kernel: Kernel) {
 fn accesses(kernel: Kernel) -> impl Fn(&Launch<'_>) -> Vec<Access> + Send + Sync + 'static {
     move |launch| {
         // SAFETY: the arguments are the struct that the kernel takes.
-        let accesses = unsafe { kernel.accesses(launch.args_pointer()) };
-        let both = |access: ::fsdp_kernels::Access| {
+        let accesses = unsafe { kernel.accesses(launch.param_pointer(0)) };
+        let both = |access: fsdp_kernels::Access| {
             let (begin, bytes) = (access.begin, access.bytes as usize);
             let written = access.writes.then(|| Access::write(begin, bytes));
             // What is written may be read as well.

@@ -60,16 +60,11 @@ impl Session {
         Session { _alone: alone, ended: false }
     }
 
-    /// Starts anew, with the kernels of candle and of `fsdp-kernels` registered: what candle's CUDA tensors and the
-    /// engine on them need. See [`register_candle_kernels`](crate::register_candle_kernels) and
-    /// [`register_fsdp_kernels`](crate::register_fsdp_kernels).
-    pub fn with_all_kernels(schedule: Schedule) -> Self {
+    /// Starts anew, with candle's kernels registered: see [`register_candle_kernels`](crate::register_candle_kernels).
+    pub fn with_candle_kernels(schedule: Schedule) -> Self {
         static REGISTERED: Once = Once::new();
         let session = Session::new(schedule);
-        REGISTERED.call_once(|| {
-            crate::register_candle_kernels();
-            crate::register_fsdp_kernels();
-        });
+        REGISTERED.call_once(crate::register_candle_kernels);
         session
     }
 

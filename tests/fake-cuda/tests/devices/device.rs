@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use fake_cuda::{Schedule, Session, register_fsdp_kernels};
+use fake_cuda::{Schedule, Session};
 use fsdp_runtime::device::cuda::{CudaDevice, CudaError, CudaOptions, KernelImage, Priority};
 use fsdp_runtime::device::{Fill, HostMemory, Memory, Slice, Stream, cast, fill, scale};
 use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
 use fsdp_runtime::trace::Tracer;
+use fsdp_test_fake_cuda::register_fsdp_kernels;
 
 fn options() -> CudaOptions {
     CudaOptions { kernels: KernelImage::Ptx(register_fsdp_kernels()) }

@@ -1,0 +1,8 @@
+//! The fake driver, called as cudarc exposes it.
+
+mod graphs;
+mod kernels;
+mod loading;
+mod memory;
+mod mutations;
+mod streams;
