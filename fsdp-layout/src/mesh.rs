@@ -54,6 +54,7 @@ impl FromStr for MeshDim {
 
 /// Why ranks cannot be arranged as asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum MeshError {
     /// The sizes do not multiply to the number of ranks.
     #[error("mesh {mesh} needs {needed} ranks, the world has {world}")]

@@ -4,6 +4,7 @@ use thiserror::Error;
 
 /// Why a layout could not be made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum LayoutError {
     /// There must be someone to hold a shard.
     #[error("a layout needs at least 1 rank, got 0")]

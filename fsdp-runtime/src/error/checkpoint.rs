@@ -9,6 +9,7 @@ const DIFFERENCES: usize = 1200;
 
 /// Why a checkpoint cannot be written or read.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CheckpointError {
     /// A file or directory could not be made, opened, read, written, renamed or removed.
     #[error(transparent)]

@@ -46,6 +46,7 @@ impl FileError {
 
 /// What can be wrong with a file of weights or with the way it is used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TensorFileError {
     /// The file cannot be opened, read or written.
     #[error(transparent)]

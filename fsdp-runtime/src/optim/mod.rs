@@ -114,6 +114,7 @@ pub trait Optimizer: Send {
 
 /// What can be wrong with an optimizer.
 #[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
 pub enum OptimError {
     /// A setting is out of range.
     #[error("{optimizer}: {setting} must be {expected}, got {got}")]
