@@ -162,6 +162,8 @@
 //!   `fsdp::cuda::device` makes. Needs a CUDA toolkit to build, as candle does; ranks that are threads may share a GPU.
 //! - `nccl`: ranks with a GPU each.
 
+#![warn(missing_debug_implementations)]
+
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // Lets the derive's absolute paths resolve inside this crate too.

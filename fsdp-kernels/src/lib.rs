@@ -32,6 +32,8 @@
 //! `host::launch` runs a kernel there, with bounds and races checked. It needs a C++ compiler, which nothing else
 //! does. [`Kernel`] tells a driver that runs launches on the host what each of them reads and writes.
 
+#![warn(missing_debug_implementations)]
+
 mod access;
 mod adamw;
 mod cross_entropy;

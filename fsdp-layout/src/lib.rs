@@ -11,6 +11,8 @@
 //! - [`layout`]: groups, buckets, shards, at run time and in constant expressions; bytes per rank.
 //! - [`brief`] and [`random`]: words in messages, and random numbers, for the crates above.
 
+#![warn(missing_debug_implementations)]
+
 pub mod brief;
 
 pub mod random;

@@ -8,6 +8,8 @@
 //! - [`data`], [`trainer`], [`generate`]: training a Llama, and looking at its completions.
 //! - [`checkpoint`]: inspecting, comparing and exporting checkpoints.
 
+#![warn(missing_debug_implementations)]
+
 pub mod checkpoint;
 pub mod config;
 pub mod data;

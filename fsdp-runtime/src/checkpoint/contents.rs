@@ -28,6 +28,7 @@ pub(super) const OPTIMIZER: &str = "optimizer";
 ///
 /// Nothing is copied: the state is borrowed until it is saved. See [`Checkpoints::save`](super::Checkpoints::save).
 #[derive(Debug)]
+#[must_use = "nothing is saved until it is given to a save"]
 pub struct Contents<'a> {
     engine: Arc<Engine>,
     prepared: Prepared,

@@ -26,6 +26,7 @@ use crate::spec::TensorPiece;
 /// By default it must have exactly the tensors of what is restored, in their shapes, and in dtypes that lose nothing, and be
 /// of a model whose enums are the same variants, whose parameters are tied as they are, and whose buffers are the same ones;
 /// see [`Restore::strict`].
+#[must_use = "nothing is restored until it is told from where"]
 pub struct Restore<'a> {
     pub(super) engine: Arc<Engine>,
     pub(super) model: ModelDescription,

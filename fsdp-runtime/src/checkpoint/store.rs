@@ -49,6 +49,7 @@ use crate::files::FileError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct Checkpoints {
     pub(super) directory: PathBuf,
     pub(super) keep: Option<usize>,

@@ -33,6 +33,7 @@ pub fn remove_unfinished() {
 /// Creating it is the check that the place is writable, so a program that writes results at its end opens
 /// them at its start. Dropped without a commit, it leaves the target as it was.
 #[derive(Debug)]
+#[must_use = "the target changes only by `commit`"]
 pub struct AtomicFile {
     writer: BufWriter<File>,
     target: PathBuf,

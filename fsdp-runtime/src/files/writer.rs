@@ -21,6 +21,7 @@ const METADATA: &str = "__metadata__";
 ///
 /// It appears under its name when [`finish`](Self::finish) is called and is complete then.
 #[derive(Debug)]
+#[must_use = "the file is complete only after `finish`"]
 pub struct TensorFileWriter {
     file: AtomicFile,
     tensors: BTreeMap<String, Slot>,

@@ -13,6 +13,7 @@ use super::{AdamWScalars, KernelUpdate, OptimError, Optimizer, Overrides, Range,
 ///
 /// Scalars are computed in f64 and rounded once; elements are f32.
 #[derive(Clone, Debug, PartialEq)]
+#[must_use]
 pub struct AdamW {
     lr: f64,
     beta1: f64,

@@ -50,6 +50,7 @@ impl Overrides {
 /// assert_eq!(norms.to_string(), "norms (learning rate x 0.5, weight decay 0)");
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[must_use]
 pub struct ParamGroup {
     name: String,
     overrides: Overrides,

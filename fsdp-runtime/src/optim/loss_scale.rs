@@ -27,6 +27,7 @@ use super::{OptimError, Range};
 /// assert_eq!(scales, [8.0, 16.0, 8.0, 8.0, 16.0]);
 /// ```
 #[derive(Clone, Debug, PartialEq)]
+#[must_use]
 pub struct LossScaler {
     growth: f64,
     backoff: f64,

@@ -20,6 +20,7 @@ const EPS: f64 = 1e-7;
 /// with [`ParamGroup::element_wise`](super::ParamGroup::element_wise). The momentum lives whole on the
 /// parameter's owner.
 #[derive(Clone, Debug, PartialEq)]
+#[must_use]
 pub struct Muon {
     lr: f64,
     momentum: f64,

@@ -6,6 +6,7 @@ use super::{OptimError, Range};
 
 /// Linear warm-up to a peak, then half a cosine down to a minimum, which stays.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use]
 pub struct CosineSchedule {
     /// Steps of warm-up: step `warmup` is the first at the peak. 0 for none.
     pub warmup: u64,

@@ -9,6 +9,7 @@ use super::{OptimError, Optimizer, Overrides, Range, Segment, StepInfo};
 /// With gradient `g`: `g += decay * w; b = momentum * b + g; w -= lr * b`, or, with Nesterov's momentum,
 /// `w -= lr * (g + momentum * b)`. Without momentum there is no state. Elements are f32.
 #[derive(Clone, Debug, PartialEq)]
+#[must_use]
 pub struct Sgd {
     lr: f64,
     momentum: f64,
