@@ -163,7 +163,6 @@
 //! - `nccl`: ranks with a GPU each.
 
 #![warn(missing_debug_implementations)]
-
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // Lets the derive's absolute paths resolve inside this crate too.
