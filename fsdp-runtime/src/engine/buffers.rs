@@ -140,6 +140,10 @@ impl BufferValues {
         Ok(BufferValues(buffers.iter().enumerate().map(values).collect::<candle_core::Result<_>>()?))
     }
 
+    fn is_on_host(&self) -> bool {
+        self.0.iter().all(|(_, values)| matches!(**values, Values::Host(_)))
+    }
+
     /// Gives them back, in place, to the buffers that hold something else.
     ///
     /// # Errors
@@ -173,8 +177,11 @@ impl Engine {
     /// As for [`read_buffer`].
     pub(crate) fn buffer_values(&self) -> candle_core::Result<BufferValues> {
         let mut seen = self.seen_buffers.lock();
-        *seen = BufferValues::of(&self.buffers, &seen)?;
-        Ok(seen.clone())
+        let values = BufferValues::of(&self.buffers, &seen)?;
+        // Copies on a device are shared with nothing. They go with their forward, so that one which is captured as a graph
+        // frees what it has allocated and nothing from before.
+        *seen = if values.is_on_host() { values.clone() } else { BufferValues::default() };
+        Ok(values)
     }
 }
 
