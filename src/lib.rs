@@ -179,7 +179,7 @@ pub use fsdp_runtime::{
     Tensors, Unit,
 };
 pub use fsdp_runtime::{
-    checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace,
+    checkpoint, comm, engine, files, init, launch, layout, memory, mesh, optim, random, spec, trace, warning,
 };
 
 /// CUDA devices (feature `cuda`): candle's devices for ranks, and kernels on candle's tensors.

@@ -9,6 +9,7 @@ use crate::mesh::MeshError;
 /// Each message stands alone: it says which rank reports, which collective of which unit it was in, what was
 /// expected and what came. Ranks are world ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
 pub enum CommError {
     /// The ranks of the group are not in the same collective.
     #[error("rank {rank}: {message}")]
@@ -65,6 +66,8 @@ pub enum CommError {
 }
 
 /// An error of the ranks' arrangement, or of what they do together. Cheap to clone.
+///
+/// It will have no other variants: the crates above turn each into one of their own.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A collective, a stream or a rank failed.

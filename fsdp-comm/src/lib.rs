@@ -4,6 +4,8 @@
 //!
 //! Modules are layers, lowest first; each imports only from those above it in this list.
 
+#![warn(missing_debug_implementations)]
+
 pub mod sync;
 
 mod error;

@@ -35,6 +35,12 @@ pub struct Tracer {
     records: Mutex<Records>,
 }
 
+impl std::fmt::Debug for Tracer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tracer").field("enabled", &self.enabled).finish_non_exhaustive()
+    }
+}
+
 #[derive(Default)]
 struct Records {
     spans: Vec<Span>,
@@ -55,6 +61,12 @@ pub struct Begun {
     issued: u64,
     start: Option<Arc<dyn Mark>>,
     _range: HostRange,
+}
+
+impl std::fmt::Debug for Begun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Begun").field("name", &self.name).field("unit", &self.unit).finish_non_exhaustive()
+    }
 }
 
 impl Records {

@@ -39,6 +39,7 @@ use crate::{Access, Args, Launch};
 
 /// Why a kernel did not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum HostError {
     /// The kernels were not built for the host: no C++ compiler was found, or the target has no emulation.
     NotBuilt,

@@ -9,11 +9,13 @@
 //! - [`policy`]: what is sharded, kept and rounded.
 //! - [`mesh`]: ranks arranged along named dims.
 //! - [`layout`]: groups, buckets, shards, at run time and in constant expressions; bytes per rank.
-//! - [`brief`] and [`random`]: words in messages, and random numbers, for the crates above.
+//! - [`brief`], [`warning`] and [`random`]: words in messages, warnings, and random numbers, for the crates above.
 
 #![warn(missing_debug_implementations)]
 
 pub mod brief;
+
+pub mod warning;
 
 pub mod random;
 

@@ -10,7 +10,7 @@ pub mod spec {
     pub use fsdp_layout::spec::*;
 }
 
-pub use fsdp_layout::{init, layout, mesh};
+pub use fsdp_layout::{init, layout, mesh, warning};
 
 use fsdp_comm::sync;
 pub use fsdp_comm::{comm, launch, trace};

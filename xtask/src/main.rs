@@ -13,6 +13,7 @@ const HELP: &str = "\
 cargo xtask ci [STEP ..]     what CI runs, within 45 minutes from cold on 2 cores; stops at the first step that fails
 cargo xtask deep [TIER ..]   what takes too long for every change; a tier that fails does not stop the others
 cargo xtask test [ARG ..]    `cargo test ARG ..`, the seconds of each program and the ten slowest tests
+cargo xtask api [--update]   compares the public API with the lists in docs/public-api, or renews them
 
 Minutes are those of 2 cores. A step or tier that takes twice as long as stated is told at the end.
 ";
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         ["ci", names @ ..] => tier::run(tiers::ci(), names, tier::AfterFailure::Stop),
         ["deep", names @ ..] => tier::run(tiers::deep(), names, tier::AfterFailure::GoOn),
         ["test", rest @ ..] => times::test(rest),
+        ["api", rest @ ..] => tiers::public_api(rest),
         _ => {
             print!("{HELP}\nci:\n{}\ndeep:\n{}", tier::list(&tiers::ci()), tier::list(&tiers::deep()));
             return ExitCode::from(if words.is_empty() || words == ["--help"] { 0 } else { 2 });

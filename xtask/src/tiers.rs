@@ -18,6 +18,12 @@ pub fn ci() -> Vec<Tier> {
             run: || run("python3 .ci/packages.py", &[]),
         },
         Tier {
+            name: "api",
+            what: "the public API of the libraries against docs/public-api",
+            minutes: 1.5,
+            run: || public_api(&[]),
+        },
+        Tier {
             name: "kernels",
             what: "the CUDA kernels by nvcc and NVRTC",
             minutes: 1.0,
@@ -101,6 +107,13 @@ fn lints() -> Result<(), String> {
 
 fn docs() -> Result<(), String> {
     run("cargo doc --workspace --no-deps", &[("RUSTDOCFLAGS", "-D warnings")])
+}
+
+/// Compares the public API with its lists. The program has a workspace of its own, so that the tests need not build it.
+pub fn public_api(arguments: &[&str]) -> Result<(), String> {
+    let program =
+        "cargo run --quiet --manifest-path .ci/public-api/Cargo.toml --target-dir target/public-api --";
+    run(&format!("{program} {}", arguments.join(" ")), &[])
 }
 
 fn model() -> Result<(), String> {

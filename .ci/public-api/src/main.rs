@@ -1,7 +1,6 @@
 //! The public API of the workspace's libraries, held against the lists in `docs/public-api`: a change of it is seen in a diff.
 //!
-//! `cargo run --manifest-path .ci/public-api/Cargo.toml --target-dir target/public-api [-- --update]`, from the root of the
-//! repository. `cargo doc` writes its JSON for it, which the pinned toolchain does where it is told to be a nightly one; only
+//! `cargo xtask api [--update]`. `cargo doc` writes JSON for it. The pinned toolchain does that if it is told to be a nightly one; only
 //! rustdoc is told, so that nothing is built anew.
 
 use std::collections::BTreeSet;
@@ -73,8 +72,8 @@ fn run(update: bool) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "the public API of {} is not the one in {LISTS}. If the change is meant, note it in CHANGELOG.md and renew the lists:\n    \
-         cargo run --manifest-path .ci/public-api/Cargo.toml --target-dir target/public-api -- --update",
+        "the public API of {} is not the one in {LISTS}. If the change is meant, note it in CHANGELOG.md and renew the lists \
+         by `cargo xtask api --update`",
         changed.join(", ")
     ))
 }

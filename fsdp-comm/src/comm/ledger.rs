@@ -12,6 +12,12 @@ use super::call::{Call, Op};
 #[derive(Clone)]
 pub struct Control(pub(super) Arc<dyn Ledger>);
 
+impl std::fmt::Debug for Control {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Control").finish_non_exhaustive()
+    }
+}
+
 /// How far a rank's device is with a collective that the rank has called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(super) enum Stage {

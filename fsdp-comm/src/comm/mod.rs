@@ -115,6 +115,12 @@ pub enum HostOp {
 #[derive(Clone)]
 pub struct Allocate(Arc<dyn Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync>);
 
+impl std::fmt::Debug for Allocate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Allocate").finish_non_exhaustive()
+    }
+}
+
 impl Allocate {
     /// By a function that is given the dtype and the number of elements.
     pub fn new(make: impl Fn(Dtype, usize) -> Result<Slice, CommError> + Send + Sync + 'static) -> Allocate {

@@ -111,6 +111,12 @@ pub struct CpuStream {
     failed_at_birth: Option<CommError>,
 }
 
+impl std::fmt::Debug for CpuStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CpuStream").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl CpuStream {
     /// Starts a stream with a worker thread of the given name, `rank0/all-gather` for instance. If the system
     /// has no thread left, the stream is one that has failed already.
@@ -286,6 +292,12 @@ impl WorkerScope {
 pub struct ComputeStream {
     name: String,
     failure: Mutex<Option<CommError>>,
+}
+
+impl std::fmt::Debug for ComputeStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ComputeStream").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 impl ComputeStream {

@@ -5,6 +5,8 @@ use std::num::NonZero;
 use std::sync::Once;
 use std::thread::available_parallelism;
 
+use fsdp_layout::warning::warn;
+
 /// Tells a program once that its ranks will wait for each other. It is only told: a process that has threads cannot safely
 /// change its environment.
 pub(super) fn tell_of_shared_pool(ranks: usize) {
@@ -12,7 +14,7 @@ pub(super) fn tell_of_shared_pool(ranks: usize) {
     let cores = available_parallelism().map_or(1, NonZero::get);
     let variable = |name: &str| env::var(name).ok();
     if let Some(message) = warning(ranks, cores, variable) {
-        TOLD.call_once(|| eprintln!("fsdp: warning: {message}"));
+        TOLD.call_once(|| warn(message));
     }
 }
 

@@ -7,6 +7,7 @@ use crate::comm::{CommError, without_rank};
 
 /// How the run of one rank ended, if not well.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RankEnd {
     /// It panicked, with this text.
     Panicked(String),
@@ -48,6 +49,7 @@ impl fmt::Display for RankFailure {
 
 /// Why a launch did not end well.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum LaunchError {
     /// A launch needs at least one rank.
     #[error("a launch needs at least one rank, 0 were asked for")]

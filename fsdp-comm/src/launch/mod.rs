@@ -32,6 +32,16 @@ pub struct World {
     local_rank: usize,
 }
 
+impl std::fmt::Debug for World {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("World")
+            .field("rank", &self.rank())
+            .field("size", &self.size())
+            .field("local_rank", &self.local_rank)
+            .finish_non_exhaustive()
+    }
+}
+
 impl World {
     /// This rank, from 0.
     pub fn rank(&self) -> usize {

@@ -19,6 +19,7 @@ use fsdp::comm::DeviceMesh;
 use fsdp::files::{Mismatch, TensorFileError};
 use fsdp::mesh::Topology;
 use fsdp::spec::ParamSpec;
+use fsdp::warning::warn;
 use fsdp::{Fsdp, FsdpConfig, FullyShard};
 use serde_json::{Map, Value};
 
@@ -232,7 +233,7 @@ impl Llama {
         let mut model = pretrained.model()?.fully_shard_with(mesh, config)?;
         let report = pretrained.load(&mut model, Strictness::Strict)?;
         if report.has_remarks() && model.rank() == 0 {
-            eprintln!("fsdp: note: `{}`: {report}", path.display());
+            warn(format_args!("`{}`: {report}", path.display()));
         }
         Ok(model)
     }

@@ -19,6 +19,12 @@ mod sealed {
 #[derive(Clone, Copy)]
 pub struct ModelRef<'a>(pub(crate) &'a Engine);
 
+impl std::fmt::Debug for ModelRef<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ModelRef").finish_non_exhaustive()
+    }
+}
+
 /// An optimizer whose state checkpoints hold: [`ShardedOptimizer`] and [`OwnerOptimizer`].
 pub trait OptimizerState: sealed::Sealed {
     /// Fails if it is not this model's.

@@ -13,17 +13,19 @@ use crate::optim::OptimError;
 
 /// An error of the runtime. Cheap to clone.
 #[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A collective failed: ranks diverged, a rank failed, or time ran out.
     #[error(transparent)]
     Comm(#[from] CommError),
     /// candle refused an operation.
-    #[error("{0}")]
+    #[error(transparent)]
     Tensor(Arc<candle_core::Error>),
     /// candle refused an operation on a parameter that is resharded. Its own error names no more than a dtype, `F4`.
     #[error("{error}. {advice}")]
     Resharded {
         /// candle's error.
+        #[source]
         error: Arc<candle_core::Error>,
         /// Which parameters it may be, and what to do.
         advice: String,

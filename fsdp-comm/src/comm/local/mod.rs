@@ -33,6 +33,15 @@ pub struct LocalComm {
     endpoint: Arc<Endpoint>,
 }
 
+impl std::fmt::Debug for LocalComm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalComm")
+            .field("rank", &self.endpoint.rank)
+            .field("members", &self.endpoint.members)
+            .finish_non_exhaustive()
+    }
+}
+
 impl LocalComm {
     fn new(endpoint: Endpoint) -> LocalComm {
         LocalComm { endpoint: Arc::new(endpoint) }

@@ -69,6 +69,12 @@ pub struct LocalWorld {
     traffic: Vec<Traffic>,
 }
 
+impl std::fmt::Debug for LocalWorld {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalWorld").field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
 /// What is behind the world's one lock. It is held for comparisons and counting, never while data moves.
 pub(super) struct State {
     pub(super) failure: Option<Failure>,

@@ -54,6 +54,7 @@ use crate::device::{Memory, Slice, Stream};
 
 /// A communicator by NCCL cannot be made.
 #[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum NcclError {
     /// The library is missing or too old.
     #[error(transparent)]
@@ -101,6 +102,15 @@ pub struct NcclComm {
     sums: Sums,
     /// Locked during a call: its place in the order of calls is its place on the device.
     turn: Mutex<Turn>,
+}
+
+impl std::fmt::Debug for NcclComm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NcclComm")
+            .field("rank", &self.control.rank())
+            .field("size", &self.control.size())
+            .finish_non_exhaustive()
+    }
 }
 
 #[derive(Default)]

@@ -28,6 +28,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use fsdp_layout::warning::warn;
+
 pub use self::place::Place;
 
 use self::connection::Membership;
@@ -54,6 +56,15 @@ fn silence(timeout: Duration) -> Duration {
 
 /// A process's communicator of the host.
 pub struct TcpComm(Arc<End>);
+
+impl std::fmt::Debug for TcpComm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpComm")
+            .field("index", &self.0.index)
+            .field("members", &self.0.members)
+            .finish_non_exhaustive()
+    }
+}
 
 /// One rank's end of a communicator.
 struct End {
@@ -191,7 +202,7 @@ fn listen(place: &Place, options: LocalOptions, secret: &Secret) -> Result<Serve
         )
     })?;
     if let Some(warning) = secret.warning() {
-        eprintln!("fsdp: warning: {warning}");
+        warn(warning);
     }
     Ok(server)
 }

@@ -2,6 +2,7 @@
 
 /// A device cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum CudaError {
     /// A library is not installed, or not where the loader looks.
     #[error("{library} is not there: {install}")]

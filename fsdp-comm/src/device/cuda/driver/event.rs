@@ -20,6 +20,12 @@ pub struct CudaEvent {
     pub(super) captured: bool,
 }
 
+impl std::fmt::Debug for CudaEvent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaEvent").finish_non_exhaustive()
+    }
+}
+
 impl CudaEvent {
     /// Whether the device has passed it.
     pub(crate) fn passed(&self) -> Result<bool, CommError> {

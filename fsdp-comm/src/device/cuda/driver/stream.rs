@@ -30,6 +30,12 @@ pub struct CudaStream {
     stream: Arc<cuda::CudaStream>,
 }
 
+impl std::fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaStream").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl CudaStream {
     pub(super) fn new(device: CudaDevice, stream: Arc<cuda::CudaStream>, name: String) -> Arc<CudaStream> {
         Arc::new(CudaStream { name: name.into(), device, stream })
