@@ -83,16 +83,11 @@ mod signals {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
     use signal_hook::iterator::Signals;
 
-    /// The signals that ask a program to end, and would end it at once, with nothing saved. `SIGQUIT` asks for a core dump, not for
-    /// an end.
-    const ENDING: [c_int; 5] = [
-        // Ctrl-C.
-        SIGINT,  // `kill`, a system that shuts down, a scheduler whose time is up.
-        SIGTERM, // A terminal that is closed, a connection that is lost.
-        SIGHUP,
-        // The warnings of schedulers before they end a job: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`.
-        SIGUSR1, SIGUSR2,
-    ];
+    /// The signals that ask a program to end, and would end it at once, with nothing saved: Ctrl-C (`SIGINT`); `kill`, a shutdown,
+    /// a scheduler whose time is up (`SIGTERM`); a terminal that is closed, a connection that is lost (`SIGHUP`); the warnings of
+    /// schedulers before they end a job (`SIGUSR1`, `SIGUSR2`: `sbatch --signal=USR1`, `qsub -notify`, `bsub -wa USR2`). `SIGQUIT`
+    /// asks for a core dump, not for an end.
+    const ENDING: [c_int; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
     /// Whether the program was started to live on whatever happens to its terminal, as `nohup` starts it.
     fn hangups_are_ignored() -> bool {
