@@ -15,6 +15,7 @@ mod limits;
 mod live;
 mod model;
 mod power_cuts;
+mod resumed;
 mod round_trips;
 mod slow_disks;
 mod small;

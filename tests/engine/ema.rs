@@ -1,8 +1,10 @@
 //! Averages of the weights: a second shard, evaluated in place of the weights and exchanged back exactly.
 
 use candle_core::Tensor;
+use fsdp::engine::Ema;
 use fsdp::memory::Category;
 use fsdp::prelude::*;
+use fsdp_test_support::{assert_close, relative};
 
 use crate::fixtures::{Dot, Dots, config, dot, full, launcher, named, on_ranks, weights};
 
@@ -43,6 +45,52 @@ fn follows_the_weights_at_its_decay() {
                 Ok(())
             });
         }
+    }
+}
+
+/// The weights become 4, 8, 12; the averages after each update of one that begins with zeros, each element the same.
+fn averages_of_4_8_12(
+    strategy: Strategy,
+    ranks: usize,
+    average: impl Fn(&Fsdp<Dots>) -> fsdp::Result<Ema> + Sync,
+) -> Vec<f32> {
+    let averages = on_ranks(ranks, |world| {
+        let model = Dots { units: vec![Dot::zeros(7), Dot::zeros(40)] };
+        let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+        let mut optimizer = model.optimizer(Sgd::default().lr(1.0))?;
+        let mut ema = average(&model)?;
+        let mut averages = Vec::new();
+        for _ in 0..3 {
+            let loss: Tensor = model.forward(&vec![full(7, -4.0), full(40, -4.0)])?;
+            model.backward(&loss)?;
+            optimizer.step(&mut model)?;
+            ema.update(&model)?;
+            let values = model.with_ema(&mut ema, weights)?.into_iter().flat_map(|(_, values)| values);
+            let values: Vec<f32> = values.collect();
+            assert_eq!(values, [values[0]; 47]);
+            averages.push(values[0]);
+        }
+        Ok(averages)
+    });
+    averages.into_iter().next().unwrap()
+}
+
+#[test]
+fn an_update_keeps_the_decay_and_takes_the_rest_from_the_weights() {
+    for (strategy, ranks) in Strategy::ALL.into_iter().flat_map(|strategy| [(strategy, 1), (strategy, 3)]) {
+        // 3/4 of 0 and 1/4 of 4; 3/4 of 1 and 1/4 of 8; 3/4 of 2.75 and 1/4 of 12.
+        let averages = averages_of_4_8_12(strategy, ranks, |model| model.ema(0.75));
+        assert_eq!(averages, [1.0, 2.75, 5.0625], "{strategy}, {ranks} ranks");
+    }
+}
+
+#[test]
+fn with_a_warm_up_an_update_keeps_less_than_the_decay_at_first() {
+    for (strategy, ranks) in Strategy::ALL.into_iter().flat_map(|strategy| [(strategy, 1), (strategy, 3)]) {
+        // 2/11 are kept, then 3/12, then 4/13: 9/11 of 4; 1/4 of that and 3/4 of 8; 4/13 of that and 9/13 of 12.
+        let expected = [36.0 / 11.0, 75.0 / 11.0, 1488.0 / 143.0];
+        let averages = averages_of_4_8_12(strategy, ranks, |model| Ok(model.ema(0.9)?.warmup()));
+        assert_close(&averages[..], &expected[..], relative(1e-6), format!("{strategy}, {ranks} ranks"));
     }
 }
 

@@ -9,7 +9,7 @@ use fsdp::comm::{Phase, Tag};
 use fsdp::prelude::*;
 use fsdp_test_support::{assert_close, relative};
 
-use crate::fixtures::{Dot, Dots, config, dot, full, launcher, on_ranks, weights};
+use crate::fixtures::{Dot, Dots, config, dot, full, gradients, launcher, named, on_ranks, weights};
 
 #[test]
 fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
@@ -75,10 +75,10 @@ fn a_dim_of_size_one_changes_nothing_that_is_not_said() {
 
 #[test]
 fn every_replica_starts_as_one_process_does() {
-    let initial = |outer: usize, inner: usize| {
+    let initial = |outer: usize, inner: usize, init: Init| {
         let all = on_ranks(outer * inner, |world| {
-            let normal = |n| Unit::new(Dot { w: Param::new(n) });
-            let model = Dots { units: vec![normal(5), normal(70)] };
+            let unit = |n| Unit::new(Dot { w: Param::new(n).with_init(init) });
+            let model = Dots { units: vec![unit(5), unit(70)] };
             let config = FsdpConfig { seed: 100, ..config(Strategy::default()) };
             let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
             weights(&model.fully_shard_with(&mesh, &config)?)
@@ -86,8 +86,37 @@ fn every_replica_starts_as_one_process_does() {
         assert!(all.iter().all(|weights| *weights == all[0]), "replicas differ");
         all[0].clone()
     };
-    assert_eq!(initial(2, 2), initial(1, 1));
-    assert_eq!(initial(4, 1), initial(1, 1));
+    for init in [Init::Normal { mean: 0.0, std: 0.02 }, Init::Uniform { low: -0.5, high: 1.5 }] {
+        assert_eq!(initial(2, 2, init), initial(1, 1, init));
+        assert_eq!(initial(4, 1, init), initial(1, 1, init));
+    }
+}
+
+#[test]
+fn uniform_values_are_the_words_of_the_stream_that_seed_and_name_choose() {
+    // The upper 24 bits of the first words of ChaCha with 8 rounds, by another program.
+    let words: [(u64, &str, [u32; 7]); 4] = [
+        (3, "units.0.w", [0xde4abc, 0x4a1b38, 0xdcc885, 0x73fd16, 0x3445ab, 0xaeab98, 0x85c7ea]),
+        (3, "units.1.w", [0x772ff0, 0x07c48a, 0x46d45f, 0xa6733b, 0x16a61a, 0x2f1c2a, 0x390961]),
+        (4, "units.0.w", [0x51b9af, 0x097402, 0x9b82af, 0x210e1a, 0x689f27, 0x9850a8, 0x1cf256]),
+        (4, "units.1.w", [0xf0d359, 0x64f3af, 0xfce7f1, 0xf4ef87, 0x65e268, 0xe004b8, 0xd4fd7b]),
+    ];
+    for (ranks, seed) in [(1, 3), (2, 3), (3, 3), (1, 4), (3, 4)] {
+        on_ranks(ranks, |world| {
+            let unit = || Param::new(7).with_init(Init::Uniform { low: 0.0, high: 1.0 });
+            let units = vec![Unit::new(Dot { w: unit() }), Unit::new(Dot { w: unit() })];
+            // Shards of 3 and 4 elements, not of 64 bytes: the second one begins inside.
+            let config = FsdpConfig { seed, alignment: ShardAlignment::Row, ..config(Strategy::default()) };
+            let model = Dots { units }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            for (name, values) in weights(&model)? {
+                let (_, _, expected) =
+                    words.iter().find(|(of, param, _)| (*of, *param) == (seed, &*name)).unwrap();
+                let found: Vec<u32> = values.iter().map(|value| (value * 16_777_216.0) as u32).collect();
+                assert_eq!(found, expected, "{name} of seed {seed} on {ranks} ranks");
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]
@@ -181,6 +210,57 @@ fn buffers_of_another_shape_are_refused_by_name() {
         }
         Ok(())
     });
+}
+
+impl Forward for Tables {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        (self.table.broadcast_mul(&self.w.tensor(scope)?)? * x)?.sum_all()
+    }
+}
+
+#[test]
+fn forwards_and_gradients_of_every_rank_are_by_the_buffers_of_rank_0() {
+    for strategy in Strategy::ALL {
+        on_ranks(3, |world| {
+            let w = Param::new(2).with_init(Init::Constant(0.5));
+            let table = full(2, [3.0, 100.0, -100.0][world.rank()]);
+            let model = Tables { w, table, mask: Vec::new() };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let loss: Tensor = model.forward(&full(2, 2.0))?;
+            // Two elements of 3 x 0.5 x 2.
+            assert_eq!(loss.to_scalar::<f32>()?, 6.0, "{strategy}");
+            model.backward(&loss)?;
+            assert_eq!(gradients(&model)?, named(&[("w", &[6.0; 2])]), "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Declared {
+    #[fsdp(init = constant(3.0))]
+    declared: Param,
+    free: Param,
+}
+
+impl Forward for Declared {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        ((self.declared.tensor(scope)? * x)? - (self.free.tensor(scope)? * x)?)?.sum_all()
+    }
+}
+
+#[test]
+fn the_initial_value_that_a_field_declares_counts_before_that_of_its_parameter() {
+    for (ranks, strategy) in Strategy::ALL.into_iter().flat_map(|strategy| [(1, strategy), (2, strategy)]) {
+        on_ranks(ranks, |world| {
+            let ones = || Param::new(20).with_init(Init::Ones);
+            let model = Declared { declared: ones(), free: ones() };
+            let model = model.fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let difference: Tensor = model.evaluate(&full(20, 0.5))?;
+            assert_eq!(difference.to_scalar::<f32>()?, 20.0 * (3.0 - 1.0) * 0.5, "{strategy}, {ranks} ranks");
+            Ok(())
+        });
+    }
 }
 
 /// Tied by attribute; in evaluation, the largest difference of the two views.

@@ -292,6 +292,51 @@ fn inputs_and_outputs_of_units_are_cast_as_the_policy_says() {
     }
 }
 
+/// The sum of its inputs in f32, and of its weights.
+#[derive(FsdpUnit)]
+struct Sum {
+    w: Param,
+}
+
+impl Forward for Sum {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let w = self.w.tensor(scope)?.to_dtype(DType::F32)?;
+        x.to_dtype(DType::F32)?.sum_all()? + w.sum_all()?
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Sums {
+    #[fsdp(dtype = "f32")]
+    single: Unit<Sum>,
+    half: Unit<Sum>,
+}
+
+impl Forward for Sums {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        Tensor::stack(&[self.single.forward(x, &(), scope)?, self.half.forward(x, &(), scope)?], 0)
+    }
+}
+
+#[test]
+fn an_input_that_is_cast_has_the_digits_of_its_units_dtype() {
+    // 257 is no bf16: it lies between 256 and 258, of which 256 is even.
+    for (cast_inputs, expected) in [(true, [3.0 * 257.0, 3.0 * 256.0]), (false, [3.0 * 257.0; 2])] {
+        for strategy in Strategy::ALL {
+            on_ranks(2, |world| {
+                let precision = MixedPrecision { cast_inputs, ..MixedPrecision::BF16 };
+                let config = FsdpConfig { precision, ..config(strategy) };
+                let sum = || Unit::new(Sum { w: Param::new(5).with_init(Init::Zeros) });
+                let model = Sums { single: sum(), half: sum() };
+                let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+                let sums: Tensor = model.evaluate(&full(3, 257.0))?;
+                assert_eq!(sums.to_vec1::<f32>()?, expected, "{strategy}");
+                Ok(())
+            });
+        }
+    }
+}
+
 #[test]
 fn a_policy_says_what_it_is() {
     assert_eq!(

@@ -55,6 +55,63 @@ impl Forward for AcrossUnits {
     }
 }
 
+/// One parameter, held by two units that stand side by side.
+#[derive(FsdpUnit)]
+struct BetweenUnits {
+    first: Unit<Embedding>,
+    second: Unit<Head>,
+}
+
+#[derive(FsdpUnit)]
+struct Embedding {
+    weight: Param,
+}
+
+impl Forward for Embedding {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        x + self.weight.tensor(scope)?.sum_all()?
+    }
+}
+
+impl BetweenUnits {
+    fn new(weight: Param) -> BetweenUnits {
+        let second = Unit::new(Head { weight: weight.clone() });
+        BetweenUnits { first: Unit::new(Embedding { weight }), second }
+    }
+}
+
+impl Forward for BetweenUnits {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let x = self.first.forward(x, &(), scope)?;
+        self.second.forward(&x, &(), scope)
+    }
+}
+
+/// One parameter, held by a unit and by one inside it.
+#[derive(FsdpUnit)]
+struct IntoAUnit {
+    outer: Unit<Outer>,
+}
+
+#[derive(FsdpUnit)]
+struct Outer {
+    weight: Param,
+    inner: Unit<Head>,
+}
+
+impl Forward for Outer {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let x = (x + self.weight.tensor(scope)?.sum_all()?)?;
+        self.inner.forward(&x, &(), scope)
+    }
+}
+
+impl Forward for IntoAUnit {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.outer.forward(x, &(), scope)
+    }
+}
+
 /// The buckets by the names of what is in them.
 fn buckets<M: FsdpUnit>(model: M) -> Vec<Vec<String>> {
     let model = model.fully_shard(&DeviceMesh::single()).unwrap();
@@ -77,6 +134,25 @@ fn what_is_tied_across_units_has_a_bucket_of_its_own_in_the_root() {
     let tied = AcrossUnits { embed: embed.clone(), head: Unit::new(Head { weight: embed }) };
     let wide = Wide { first: Param::new(3), tied, last: Param::new(5) };
     assert_eq!(buckets(wide), [vec!["first", "last"], vec!["tied.embed"]]);
+}
+
+#[test]
+fn what_two_units_hold_is_the_roots() {
+    #[derive(FsdpUnit)]
+    struct Wide {
+        first: Param,
+        tied: BetweenUnits,
+        last: Unit<Embedding>,
+    }
+    let last = Unit::new(Embedding { weight: Param::new(5) });
+    let wide = Wide { first: Param::new(3), tied: BetweenUnits::new(Param::new(8)), last };
+    let layout = wide.fully_shard(&DeviceMesh::single()).unwrap().layout().clone();
+    let param = |name: &str| layout.params.iter().find(|spec| spec.name == name).unwrap();
+    let tied = param("tied.first.weight");
+    assert_eq!((tied.key.unit, &*tied.aliases), (0, &["tied.second.weight".to_string()][..]));
+    assert_eq!((param("first").key.unit, param("last.weight").key.unit), (0, 3));
+    let units: Vec<usize> = layout.buckets.iter().map(|bucket| bucket.key.unit).collect();
+    assert_eq!(units, [0, 0, 3]);
 }
 
 #[test]
@@ -144,6 +220,20 @@ fn tied_by_cloning_across_units() {
     train(|| {
         let embed = zeros();
         AcrossUnits { head: Unit::new(Head { weight: embed.clone() }), embed }
+    });
+}
+
+#[test]
+fn tied_by_cloning_between_two_units() {
+    train(|| BetweenUnits::new(zeros()));
+}
+
+#[test]
+fn tied_by_cloning_into_a_unit_inside() {
+    train(|| {
+        let weight = zeros();
+        let inner = Unit::new(Head { weight: weight.clone() });
+        IntoAUnit { outer: Unit::new(Outer { weight, inner }) }
     });
 }
 

@@ -204,7 +204,7 @@ text("buffers start as each rank has them", "engine/buffers.rs", "if bytes != *o
 
 # Checkpoints ------------------------------------------------------------------------------------------------------------
 
-tried_first("round_trips", "small", "faults", "full_state", "beside")
+tried_first("round_trips", "resumed", "faults", "full_state", "beside")
 RESTORE = "checkpoint/restore.rs"
 without("the step is not restored", RESTORE, "(state.step, state.seed) = (checkpoint.step(), checkpoint.index().seed);")
 value("each shard is restored from the tensor's start", RESTORE, "elements.start", "0", after="checkpoint.read_f32(MODEL, fit.saved(tensor.name), ")

@@ -7,7 +7,7 @@ use crate::times;
 /// What CI runs, in this order.
 pub fn ci() -> Vec<Tier> {
     let mut tiers = vec![
-        Tier { name: "format", what: "rustfmt", minutes: 0.1, run: || run("cargo fmt --all --check", &[]) },
+        Tier { name: "format", what: "rustfmt; the places of the planted faults", minutes: 0.1, run: format },
         Tier { name: "tests", what: "the README's test command", minutes: 16.0, run: tests },
         Tier { name: "lints", what: "clippy, warnings being errors", minutes: 2.0, run: lints },
         Tier { name: "docs", what: "rustdoc, warnings being errors", minutes: 1.0, run: docs },
@@ -95,6 +95,11 @@ pub fn deep() -> Vec<Tier> {
             run: || run("python3 tests/fake-cuda/mutants.py", &[]),
         },
     ]
+}
+
+fn format() -> Result<(), String> {
+    run("cargo fmt --all --check", &[])?;
+    run("python3 tests/mutants/run.py --check", &[])
 }
 
 fn tests() -> Result<(), String> {
