@@ -212,3 +212,26 @@ fn modules_import_only_from_those_below_them() {
         "docs/modules.md is another drawing: FSDP_BLESS=1 in the environment has it written anew"
     );
 }
+
+#[test]
+fn only_the_folders_of_cuda_ask_for_its_features() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = Vec::new();
+    CRATES.iter().for_each(|name| rust_files(&root.join(name).join("src"), &mut files));
+    let is_of_cuda = |file: &PathBuf| {
+        file.components().any(|part| ["cuda", "nccl"].iter().any(|name| part.as_os_str() == *name))
+    };
+    let (of_cuda, others): (Vec<_>, Vec<_>) = files.into_iter().partition(is_of_cuda);
+    let asks = |file: &PathBuf| {
+        let text = code(file);
+        ["cuda", "cuda-driver", "cuda-linked", "nccl"]
+            .iter()
+            .any(|name| text.contains(&format!("feature = \"{name}\"")))
+    };
+    assert!(of_cuda.iter().any(asks), "the features are found");
+    let wrong: Vec<_> = others.iter().filter(|file| asks(file)).collect();
+    assert!(
+        wrong.is_empty(),
+        "what depends on a feature of CUDA belongs into a folder `cuda` or `nccl`: {wrong:?}"
+    );
+}

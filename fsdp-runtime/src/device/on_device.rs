@@ -32,10 +32,7 @@ impl OnDevice for DeviceMesh {
     fn on(&self, device: &Device) -> Result<DeviceMesh> {
         match device {
             Device::Cpu => Ok(self.clone()),
-            #[cfg(feature = "cuda")]
             Device::Cuda(device) => super::cuda::on(self, device),
-            #[cfg(not(feature = "cuda"))]
-            Device::Cuda(_) => Err(Error::Config("a CUDA device needs the feature `cuda` of `fsdp`".into())),
             Device::Metal(_) => Err(Error::Config("models are sharded on the CPU or on CUDA devices".into())),
         }
     }

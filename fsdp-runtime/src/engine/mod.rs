@@ -8,6 +8,7 @@ mod config;
 mod constant;
 mod controls;
 mod core;
+mod cuda;
 mod ema;
 mod forward;
 mod fsdp;
@@ -16,8 +17,6 @@ mod full_params;
 mod fused;
 mod grad_norm;
 mod gradients;
-#[cfg(feature = "cuda")]
-mod graph;
 mod held;
 mod history;
 mod intact;
@@ -49,12 +48,12 @@ pub(crate) use self::core::Engine;
 pub(crate) use buffers::{buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
 pub use config::{FsdpConfig, GradientScaling, NonFinite, Recompute};
 pub use constant::{assert_fits, check_tp_field, check_tp_size};
+#[allow(unused_imports, reason = "empty without the feature `cuda`")]
+pub use cuda::*;
 pub use ema::Ema;
 pub use forward::{Forward, Tensors};
 pub use fsdp::{Fsdp, NoSync, Unsharding};
 pub use full_params::FullParam;
-#[cfg(feature = "cuda")]
-pub use graph::StepGraph;
 pub(crate) use held::{Held, HeldState, StepCounts};
 pub use joined::Joined;
 pub(crate) use load::Stores;

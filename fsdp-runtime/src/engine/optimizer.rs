@@ -20,11 +20,11 @@ use crate::trace::Begun;
 /// before the model is sharded.
 #[derive(Debug)]
 pub struct ShardedOptimizer<O> {
-    rule: O,
+    pub(super) rule: O,
     engine: usize,
     groups: ParamGroups,
     /// State buffers of each bucket, none for frozen ones.
-    states: Vec<Vec<Slice>>,
+    pub(super) states: Vec<Vec<Slice>>,
     state_layout: StateLayout,
     /// What is updated in each bucket.
     parts: Vec<Vec<Part>>,
@@ -376,19 +376,6 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(())
     }
 
-    /// State buffers of each bucket.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn states(&self) -> &[Vec<Slice>] {
-        &self.states
-    }
-
-    /// Whether all updates are done by kernels of the device.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn has_kernels(&self) -> bool {
-        let at = StepInfo { step: 1, grad_scale: 1.0 };
-        self.rule.kernel_update(at, true, Default::default()).is_some()
-    }
-
     /// The same by kernels of the device, if the rule is one that it has kernels for.
     fn update_by_kernel(
         &self,
@@ -442,21 +429,14 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
 /// A step that has begun: what its updates have in common.
 pub(crate) struct DueStep {
-    engine: Arc<Engine>,
+    pub(super) engine: Arc<Engine>,
     pub at: StepInfo,
     /// The units that had a backward since the last step.
     pub with_gradient: Vec<bool>,
-    span: Begun,
+    pub(super) span: Begun,
 }
 
 impl DueStep {
-    /// A step that is in a graph.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> Self {
-        let span = engine.begin_span("optimizer", &"optimizer".into());
-        DueStep { engine: engine.clone(), at, with_gradient, span }
-    }
-
     pub(crate) fn new(engine: &Arc<Engine>, at: StepInfo, span: Begun) -> Self {
         let state = engine.state.lock();
         let with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();

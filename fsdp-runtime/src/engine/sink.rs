@@ -8,9 +8,7 @@ use half::{bf16, f16};
 use parking_lot::{ReentrantMutex, ReentrantMutexGuard};
 
 use crate::comm::Accumulate;
-use crate::device::Slice;
-#[cfg(feature = "cuda")]
-use crate::device::{Backend, cuda};
+use crate::device::{Backend, Slice, cuda};
 use crate::spec::Dtype;
 
 #[derive(Debug)]
@@ -79,21 +77,17 @@ impl GradSink {
         };
         (sink, read)
     }
-
-    /// The same over memory of a CUDA device, of a dtype.
+    /// A sink open over `numel` new elements of `dtype` of a backend, all NaN, and a reader of what it holds: for tests of
+    /// ops.
     ///
     /// # Errors
-    /// If it is no CUDA device, and those of the device.
-    #[cfg(feature = "cuda")]
+    /// Those of the device.
     #[doc(hidden)]
     pub fn open_on_device_for_test(
-        device: &candle_core::Device,
+        backend: Arc<dyn Backend>,
         dtype: Dtype,
         numel: usize,
     ) -> candle_core::Result<(Self, impl Fn() -> candle_core::Result<Vec<f32>>)> {
-        let candle_core::Device::Cuda(tensors) = device else { candle_core::bail!("not a CUDA device") };
-        let options = cuda::CudaOptions::default();
-        let backend = cuda::CudaBackend::new(tensors, &options).map_err(candle_core::Error::wrap)?;
         // SAFETY: all work on it is on the compute stream, which is that of candle's tensors: the copies here, and what
         // writers enqueue by the contract of `accumulate_slice`.
         let slice = unsafe { Slice::zeros_in(&*backend.memory(), dtype, numel, None) };
@@ -189,7 +183,6 @@ impl GradSink {
         let (storage, layout) = grad.storage_and_layout();
         let storage = match &*storage {
             Storage::Cpu(storage) if open.slice.is_host() => storage,
-            #[cfg(feature = "cuda")]
             Storage::Cuda(storage) if !open.slice.is_host() => {
                 // SAFETY: as in `accumulate_f32`, in the order of candle's stream, which is the compute stream.
                 unsafe {

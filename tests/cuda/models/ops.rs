@@ -1,8 +1,9 @@
 //! Each op on a CUDA device against the same op on the CPU: results, and gradients with sinks closed and open.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use fsdp::GradSink;
+use fsdp::comm::DeviceMesh;
 use fsdp::spec::Dtype;
+use fsdp::{GradSink, OnDevice};
 use fsdp_models::ops;
 use fsdp_test_support::assert_distance_with_least;
 
@@ -56,7 +57,8 @@ fn run(
                 sinks[index] = sink;
                 readers[index] = Some(Box::new(move || Ok(read())));
             } else {
-                let (sink, read) = GradSink::open_on_device_for_test(device, bucket, numel)?;
+                let backend = DeviceMesh::single().on(device)?.backend().clone();
+                let (sink, read) = GradSink::open_on_device_for_test(backend, bucket, numel)?;
                 sinks[index] = sink;
                 readers[index] = Some(Box::new(read));
             }

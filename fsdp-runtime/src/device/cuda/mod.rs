@@ -1,5 +1,7 @@
 //! CUDA devices, with candle's tensors on them (feature `cuda`), over the streams and the memory of [`fsdp_comm`].
 
+#[cfg(not(feature = "cuda"))]
+mod absent;
 #[cfg(feature = "cuda")]
 mod backend;
 #[cfg(feature = "cuda")]
@@ -11,6 +13,8 @@ mod updates;
 
 pub use fsdp_comm::device::cuda::*;
 
+#[cfg(not(feature = "cuda"))]
+pub(crate) use absent::{accumulate, on};
 #[cfg(feature = "cuda")]
 pub use backend::CudaBackend;
 #[cfg(feature = "cuda")]

@@ -18,7 +18,6 @@
 //! stream. Code that takes the alias out of the tensor and drops it asks the driver to free an address inside of a block, which
 //! the driver refuses.
 
-#[cfg(feature = "cuda")]
 mod cuda;
 mod digest;
 mod host;
@@ -120,7 +119,6 @@ pub(crate) fn names_tombstone(message: &str) -> bool {
 fn tombstone(device: &Device) -> candle_core::Result<Storage> {
     match device {
         Device::Cpu => Ok(Storage::Cpu(host::tombstone())),
-        #[cfg(feature = "cuda")]
         Device::Cuda(device) => Ok(Storage::Cuda(cuda::tombstone(device)?)),
         _ => Err(unsupported()),
     }
@@ -273,7 +271,6 @@ impl Drop for Aliases {
 fn lend(device: &Device, slice: &Slice) -> Storage {
     match device {
         Device::Cpu => Storage::Cpu(host::lend(slice)),
-        #[cfg(feature = "cuda")]
         Device::Cuda(device) if !slice.is_host() => Storage::Cuda(cuda::alias(device, slice)),
         device => panic!("a tensor on {device:?} cannot have memory of another device"),
     }
@@ -283,7 +280,6 @@ fn lend(device: &Device, slice: &Slice) -> Storage {
 fn take_back(storage: Storage, slice: &Slice) -> bool {
     match storage {
         Storage::Cpu(storage) if slice.is_host() => host::take_back(storage, slice),
-        #[cfg(feature = "cuda")]
         Storage::Cuda(storage) if !slice.is_host() => cuda::forget(storage, slice),
         _ if slice.is_host() => host::take_back(host::tombstone(), slice),
         _ => false,

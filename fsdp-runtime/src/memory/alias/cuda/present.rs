@@ -8,12 +8,12 @@ use crate::device::Slice;
 use crate::spec::Dtype;
 
 /// A byte of its own: the driver is not asked for empty memory, of which it may refuse to free any.
-pub(super) fn tombstone(device: &CudaDevice) -> candle_core::Result<CudaStorage> {
+pub(in crate::memory::alias) fn tombstone(device: &CudaDevice) -> candle_core::Result<CudaStorage> {
     let slice = CudaStorageSlice::F4(device.alloc_zeros::<u8>(1)?);
     Ok(CudaStorage { slice, device: device.clone() })
 }
 
-pub(super) fn alias(device: &CudaDevice, slice: &Slice) -> CudaStorage {
+pub(in crate::memory::alias) fn alias(device: &CudaDevice, slice: &Slice) -> CudaStorage {
     let stream = device.cuda_stream();
     let (address, len) = (slice.as_ptr().addr() as u64, slice.len());
     // SAFETY: address and length are those of a live part of the buffer, whose elements are initialised and of this dtype.
@@ -30,7 +30,7 @@ pub(super) fn alias(device: &CudaDevice, slice: &Slice) -> CudaStorage {
 }
 
 /// Whether it is the alias that was made.
-pub(super) fn forget(storage: CudaStorage, slice: &Slice) -> bool {
+pub(in crate::memory::alias) fn forget(storage: CudaStorage, slice: &Slice) -> bool {
     fn leak<T>(alias: CudaSlice<T>, address: u64, len: usize) -> bool {
         let stream = alias.stream().clone();
         let same = alias.device_ptr(&stream).0 == address;

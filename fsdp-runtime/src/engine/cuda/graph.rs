@@ -5,13 +5,13 @@ use std::thread::{self, ThreadId};
 
 use candle_core::{DType, Tensor};
 
-use super::config::{GradientScaling, NonFinite};
-use super::core::Engine;
-use super::fsdp::Fsdp;
-use super::optimizer::{DueStep, ShardedOptimizer};
 use crate::comm::{HostOp, Phase, Tag};
 use crate::device::cuda::{CudaBackend, CudaWork, Steps};
 use crate::device::{Slice, Stream, TensorDevice};
+use crate::engine::config::{GradientScaling, NonFinite};
+use crate::engine::core::Engine;
+use crate::engine::fsdp::Fsdp;
+use crate::engine::optimizer::{DueStep, ShardedOptimizer};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 use crate::pipeline::Change;
@@ -113,7 +113,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let graph = StepGraph {
             work,
             engine: engine.clone(),
-            states: self.states().to_vec(),
+            states: self.states.to_vec(),
             loss,
             with_gradient,
             thread: thread::current().id(),
@@ -150,7 +150,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         if config.step_in_backward {
             return refuse("with `step_in_backward` units are stepped one by one");
         }
-        if !self.has_kernels() {
+        if !has_kernels(self) {
             return refuse(
                 "the optimizer's rule has no kernel (`Optimizer::kernel_update`) and runs on the host",
             );
@@ -186,7 +186,7 @@ impl StepGraph {
         let backend = optimizer.capturable(engine)?;
         let addresses =
             |states: &[Vec<Slice>]| states.iter().flatten().map(Slice::as_ptr).collect::<Vec<_>>();
-        if addresses(&self.states) != addresses(optimizer.states()) {
+        if addresses(&self.states) != addresses(&optimizer.states) {
             return Err(Error::Usage("this graph was captured with another optimizer".into()));
         }
         if engine.state.lock().received.contains(&true) {
@@ -202,7 +202,7 @@ impl StepGraph {
         }
         optimizer.count_step();
         let at = StepInfo { step: optimizer.steps(), grad_scale: 1.0 };
-        let due = DueStep::replayed(engine, at, self.with_gradient.clone());
+        let due = replayed(engine, at, self.with_gradient.clone());
         optimizer.count_units(&due);
         optimizer.note(&due);
         backend.set_steps(Steps::Replayed);
@@ -248,6 +248,18 @@ impl Drop for CapturedSteps<'_> {
     fn drop(&mut self) {
         self.0.set_steps(Steps::Taken);
     }
+}
+
+/// Whether all updates are done by kernels of the device.
+fn has_kernels<O: Optimizer>(optimizer: &ShardedOptimizer<O>) -> bool {
+    let at = StepInfo { step: 1, grad_scale: 1.0 };
+    optimizer.rule.kernel_update(at, true, Default::default()).is_some()
+}
+
+/// A step that is in a graph.
+fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> DueStep {
+    let span = engine.begin_span("optimizer", &"optimizer".into());
+    DueStep { engine: engine.clone(), at, with_gradient, span }
 }
 
 impl Engine {
