@@ -55,6 +55,7 @@ fn by_nccl(control: &Arc<dyn Communicator>, device: &CudaDevice) -> Result<Arc<d
         Ok(communicator) => Ok(communicator),
         Err(NcclError::Library(error)) => Err(error.into()),
         Err(NcclError::Comm(error)) => Err(error.into()),
+        Err(error) => Err(Error::Config(error.to_string())),
     }
 }
 
