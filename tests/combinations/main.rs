@@ -1,7 +1,7 @@
 //! Every combination of mesh, strategy, resharding, precision, recomputation, microbatches and awkward parameters
 //! trains as plain candle does in one process, with exactly the collectives that the formulas say.
 //!
-//! The combinations are enumerated and every so manieth is run: hundreds, spread over all of them.
+//! The combinations are enumerated and every so manieth is run, spread over all of them.
 
 mod case;
 mod net;
@@ -80,15 +80,30 @@ fn run(case: &Case) -> Run {
     first
 }
 
+/// So many of all combinations are run, by `FSDP_COMBINATIONS`; see `tests/README.md`.
+fn wanted() -> usize {
+    std::env::var("FSDP_COMBINATIONS")
+        .map_or(150, |wanted| wanted.parse().expect("FSDP_COMBINATIONS is a number"))
+}
+
 #[test]
 fn combinations_train_as_plain_candle_and_communicate_as_the_formulas_say() {
+    train_as_plain_candle(false);
+}
+
+#[test]
+fn combinations_in_sixteen_bits_do_too() {
+    train_as_plain_candle(true);
+}
+
+fn train_as_plain_candle(half: bool) {
     let cases = Case::all();
     // A stride without common factors visits all values of every setting.
-    let chosen: Vec<&Case> = cases.iter().step_by((cases.len() / 400) | 1).collect();
-    assert!(chosen.len() >= 300, "{} of {}", chosen.len(), cases.len());
+    let chosen: Vec<&Case> = cases.iter().step_by((cases.len() / wanted()) | 1).collect();
+    assert!(4 * chosen.len() >= 3 * wanted(), "{} of {}", chosen.len(), cases.len());
     // What must be equal to the bit: the reference of what the key says.
     let mut same_bits: BTreeMap<String, (Case, Weights)> = BTreeMap::new();
-    for case in chosen {
+    for case in chosen.into_iter().filter(|case| case.half == half) {
         let Run { before, after, collectives } = run(case);
         let expected = plain::train(case, &before).unwrap_or_else(|error| panic!("{case:?}: {error}"));
         assert!(after.iter().map(|(name, _)| name).eq(expected.iter().map(|(name, _)| name)), "{case:?}");

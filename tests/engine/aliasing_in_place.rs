@@ -320,14 +320,23 @@ where
 
 #[test]
 fn a_guard_that_outlives_its_units_forward_is_an_error_and_no_hang() {
-    for strategy in [Strategy::NoShard, Strategy::OptimGradsParams] {
+    side_by_side([Strategy::NoShard, Strategy::OptimGradsParams], |strategy| {
         guarded(|plan| in_unit(plan, Recompute::None), "unit.w", "unit", strategy);
-    }
+    });
 }
 
 #[test]
 fn a_guard_of_the_roots_weight_is_an_error_and_no_hang() {
-    for strategy in [Strategy::OptimGrads, Strategy::OptimGradsParams] {
+    side_by_side([Strategy::OptimGrads, Strategy::OptimGradsParams], |strategy| {
         guarded(acting, "w", "(root)", strategy);
-    }
+    });
+}
+
+/// A guard is waited for, for seconds: both strategies wait at a time.
+fn side_by_side(strategies: [Strategy; 2], test: impl Fn(Strategy) + Sync) {
+    std::thread::scope(|scope| {
+        let test = &test;
+        let threads = strategies.map(|strategy| scope.spawn(move || test(strategy)));
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
 }

@@ -4,9 +4,14 @@ use fsdp_models::LlamaConfig;
 use fsdp_models::data::{TextDataset, TextOptions};
 use fsdp_models::trainer::TrainOptions;
 
-use crate::harness::{Run, Way, bits, options, run};
+use crate::harness::{Run, Way, all_to_the_end, bits, options, run};
 
-/// 50 steps of a small model, whose first norms are above the clipping bound and whose sizes fit no number of
+/// Steps of each run: 50 with `FSDP_FULL_CURVES=1`; see `tests/README.md`.
+fn steps() -> usize {
+    if all_to_the_end() { 50 } else { 16 }
+}
+
+/// Steps of a small model, whose first norms are above the clipping bound and whose sizes fit no number of
 /// ranks.
 fn train(way: Way, double_buffer: bool) -> Run {
     let model = LlamaConfig {
@@ -20,7 +25,7 @@ fn train(way: Way, double_buffer: bool) -> Run {
         initializer_range: 0.1,
         ..options(false).model
     };
-    let mut options = way.of(TrainOptions::new(model, 50));
+    let mut options = way.of(TrainOptions::new(model, steps()));
     options.fsdp.double_buffer = double_buffer;
     let text = include_bytes!("bit_equality.rs").to_vec();
     let order = TextOptions { seq: 16, batch: 12, vocab: options.model.vocab_size, seed: 7 };
@@ -34,7 +39,8 @@ fn assert_bit_equal(ranks: usize) {
             let this = train(way, double_buffer);
             // The first way is run twice: two runs give the same bits, too.
             let first = first.get_or_insert_with(|| train(way, double_buffer));
-            assert!(first.grad_norms[0] > 1.0 && first.losses[49] < first.losses[0] - 0.5);
+            let learnt = first.losses[0] - first.losses[steps() - 1];
+            assert!(first.grad_norms[0] > 1.0 && learnt > steps() as f64 / 100.0, "{learnt}");
             let what = format!("{way:?}, double buffer {double_buffer}");
             assert_eq!(bits(&this.losses), bits(&first.losses), "losses: {what}");
             assert_eq!(bits(&this.grad_norms), bits(&first.grad_norms), "norms: {what}");

@@ -83,6 +83,11 @@ pub fn run(ranks: usize, options: &TrainOptions, data: &dyn Batches, initial: Op
     Run { losses, grad_norms, gradients, weights, _files: files }
 }
 
+/// Whether `FSDP_FULL_CURVES=1` asks for every step of every way; see `tests/README.md`.
+pub fn all_to_the_end() -> bool {
+    std::env::var("FSDP_FULL_CURVES").is_ok_and(|value| value == "1")
+}
+
 /// For comparisons to the bit.
 pub fn bits(values: &[f64]) -> Vec<u64> {
     values.iter().map(|value| value.to_bits()).collect()

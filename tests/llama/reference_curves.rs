@@ -8,7 +8,7 @@ use fsdp_models::trainer::TrainOptions;
 use fsdp_test_support::{absolute, assert_close, assert_distance, relative};
 use serde_json::Value;
 
-use crate::harness::{Run, Way, options, reference, run_reference};
+use crate::harness::{Run, Way, all_to_the_end, options, reference, run_reference};
 
 struct Curve {
     losses: Vec<f64>,
@@ -87,17 +87,15 @@ fn assert_as_reference(way: Way, tied: bool, steps: usize) {
     }
 }
 
-/// Every way for a few steps, each number of microbatches to the end under ZeRO-3. That the ways stay equal
-/// to the end is [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1`, as CI sets it,
-/// every way goes to the end here too.
+/// Every way for a few steps, one to the end: ZeRO-3 without microbatches. That the ways stay equal is
+/// [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1` every way goes to the end here too.
 ///
 /// The reference's batch has 8 sequences: 4 ranks can cut theirs in 2 parts at most.
 fn assert_all_as_reference(ranks: usize, tied: bool) {
-    let all_to_the_end = std::env::var("FSDP_FULL_CURVES").is_ok_and(|value| value == "1");
     for microbatches in [1, 4.min(8 / ranks)] {
         for way in Way::all(ranks, microbatches) {
-            let to_the_end =
-                all_to_the_end || way.strategy == Strategy::default() && way.recompute == Recompute::None;
+            let plain = microbatches == 1 && way.recompute == Recompute::None;
+            let to_the_end = all_to_the_end() || plain && way.strategy == Strategy::default();
             assert_as_reference(way, tied, if to_the_end { 50 } else { 4 });
         }
     }

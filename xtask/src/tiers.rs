@@ -47,7 +47,7 @@ pub fn ci() -> Vec<Tier> {
 }
 
 /// The deep tiers that CI runs too.
-const IN_CI: &[&str] = &["curves"];
+const IN_CI: &[&str] = &["curves", "combinations", "schedules"];
 
 /// What takes too long for every change.
 pub fn deep() -> Vec<Tier> {
@@ -59,11 +59,20 @@ pub fn deep() -> Vec<Tier> {
             run: || times::test_in(&["--workspace", "--test", "llama"], &[("FSDP_FULL_CURVES", "1")]),
         },
         Tier {
-            name: "model",
-            what: "the rendezvous, the streams and the pipelines in twenty times as many schedules",
-            minutes: 20.0,
-            run: model,
+            name: "combinations",
+            what: "three times as many combinations of settings",
+            minutes: 1.0,
+            run: || {
+                times::test_in(&["--workspace", "--test", "combinations"], &[("FSDP_COMBINATIONS", "450")])
+            },
         },
+        Tier {
+            name: "schedules",
+            what: "the rendezvous, the streams and the pipelines in 16 times as many schedules",
+            minutes: 5.0,
+            run: || model("16"),
+        },
+        Tier { name: "model", what: "in 80 times as many schedules", minutes: 20.0, run: || model("80") },
         Tier {
             name: "hostile",
             what: "10,500 damaged files of all formats, and three times as many damaged checkpoints",
@@ -121,8 +130,8 @@ pub fn public_api(arguments: &[&str]) -> Result<(), String> {
     run(&format!("{program} {}", arguments.join(" ")), &[])
 }
 
-fn model() -> Result<(), String> {
-    times::test_in(&["--workspace", "--test", "schedules"], &[("FSDP_MODEL_FACTOR", "20")])
+fn model(factor: &str) -> Result<(), String> {
+    times::test_in(&["--workspace", "--test", "schedules"], &[("FSDP_MODEL_FACTOR", factor)])
 }
 
 fn hostile() -> Result<(), String> {
