@@ -32,8 +32,8 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let outcome = match words.as_slice() {
-        ["ci", names @ ..] => tier::run(tiers::ci(), names, tier::AfterFailure::Stop),
-        ["deep", names @ ..] => tier::run(tiers::deep(), names, tier::AfterFailure::GoOn),
+        ["ci", names @ ..] => tier::run(tiers::ci(), names, tier::AfterFailure::Stop, tiers::CI_MINUTES),
+        ["deep", names @ ..] => tier::run(tiers::deep(), names, tier::AfterFailure::GoOn, f64::INFINITY),
         ["test", rest @ ..] => times::test(rest),
         ["api", rest @ ..] => tiers::public_api(rest),
         _ => {

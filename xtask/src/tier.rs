@@ -28,8 +28,8 @@ pub fn list(tiers: &[Tier]) -> String {
     lines
 }
 
-/// Runs those of the names, or all, and prints the minutes of each.
-pub fn run(tiers: Vec<Tier>, names: &[&str], after: AfterFailure) -> Result<(), String> {
+/// Runs those of the names, or all, and prints the minutes of each, and a warning if all take more than `limit`.
+pub fn run(tiers: Vec<Tier>, names: &[&str], after: AfterFailure, limit: f64) -> Result<(), String> {
     if let Some(name) = names.iter().find(|name| tiers.iter().all(|tier| tier.name != **name)) {
         return Err(format!("there is no `{name}`, but:\n{}", list(&tiers)));
     }
@@ -54,12 +54,12 @@ pub fn run(tiers: Vec<Tier>, names: &[&str], after: AfterFailure) -> Result<(), 
             }
         }
     }
-    println!("\n{}", summary(&done, begun.elapsed().as_secs_f64() / 60.0));
+    println!("\n{}", summary(&done, begun.elapsed().as_secs_f64() / 60.0, limit));
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
 }
 
 /// The minutes of each, and a warning for each that took twice as long as stated.
-fn summary(done: &[(&Tier, f64)], total: f64) -> String {
+fn summary(done: &[(&Tier, f64)], total: f64, limit: f64) -> String {
     let mut text = String::from("== minutes (stated)\n");
     for (tier, minutes) in done {
         writeln!(text, "    {:13} {minutes:>5.1} ({})", tier.name, tier.minutes)
@@ -73,6 +73,10 @@ fn summary(done: &[(&Tier, f64)], total: f64) -> String {
             tier.name, tier.minutes
         )
         .expect("a string takes everything");
+    }
+    if total > limit {
+        write!(text, "\nwarning: all took {total:.1} min, more than {limit} min")
+            .expect("a string takes everything");
     }
     text
 }
@@ -92,25 +96,27 @@ mod tests {
     #[test]
     fn twice_the_stated_minutes_are_told() {
         let (slow, fast) = (tier("slow", || Ok(())), tier("fast", || Ok(())));
-        let text = summary(&[(&slow, 3.1), (&fast, 2.9)], 6.0);
+        let text = summary(&[(&slow, 3.1), (&fast, 2.9)], 6.0, 6.0);
         assert!(text.contains("warning: `slow` took 3.1 min, more than twice the 1.5 min"), "{text}");
-        assert!(!text.contains("`fast`"), "{text}");
+        assert!(!text.contains("`fast`") && !text.contains("all took"), "{text}");
+        let text = summary(&[(&fast, 2.9)], 2.9, 2.8);
+        assert!(text.ends_with("warning: all took 2.9 min, more than 2.8 min"), "{text}");
     }
 
     #[test]
     fn names_are_chosen_and_unknown_ones_refused() {
         assert_eq!(
-            run(vec![tier("bad", fails), tier("good", || Ok(()))], &["good"], AfterFailure::Stop),
+            run(vec![tier("bad", fails), tier("good", || Ok(()))], &["good"], AfterFailure::Stop, 1.0),
             Ok(())
         );
-        let error = run(vec![tier("bad", fails)], &["worse"], AfterFailure::Stop).unwrap_err();
+        let error = run(vec![tier("bad", fails)], &["worse"], AfterFailure::Stop, 1.0).unwrap_err();
         assert!(error.contains("there is no `worse`") && error.contains("bad"), "{error}");
     }
 
     #[test]
     fn a_failure_fails_the_whole_and_stops_it_only_if_so_said() {
         let tiers = || vec![tier("one", fails), tier("two", fails)];
-        assert_eq!(run(tiers(), &[], AfterFailure::Stop), Err("failed: one".into()));
-        assert_eq!(run(tiers(), &[], AfterFailure::GoOn), Err("failed: one, two".into()));
+        assert_eq!(run(tiers(), &[], AfterFailure::Stop, 1.0), Err("failed: one".into()));
+        assert_eq!(run(tiers(), &[], AfterFailure::GoOn, 1.0), Err("failed: one, two".into()));
     }
 }

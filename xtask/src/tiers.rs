@@ -4,6 +4,9 @@ use crate::command::run;
 use crate::tier::Tier;
 use crate::times;
 
+/// From cold, on 2 cores.
+pub const CI_MINUTES: f64 = 45.0;
+
 /// What CI runs, in this order.
 pub fn ci() -> Vec<Tier> {
     let mut tiers = vec![
