@@ -40,7 +40,10 @@ fn assert_bit_equal(ranks: usize) {
             // The first way is run twice: two runs give the same bits, too.
             let first = first.get_or_insert_with(|| train(way, double_buffer));
             let learnt = first.losses[0] - first.losses[steps() - 1];
-            assert!(first.grad_norms[0] > 1.0 && learnt > steps() as f64 / 100.0, "{learnt}");
+            assert!(
+                first.grad_norms[0] > 1.0 && learnt > if all_to_the_end() { 0.5 } else { 0.0 },
+                "{learnt}"
+            );
             let what = format!("{way:?}, double buffer {double_buffer}");
             assert_eq!(bits(&this.losses), bits(&first.losses), "losses: {what}");
             assert_eq!(bits(&this.grad_norms), bits(&first.grad_norms), "norms: {what}");
