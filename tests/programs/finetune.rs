@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| crate::support::example("finetune"))
+    PROGRAM.get_or_init(|| crate::example::built("finetune"))
 }
 
 fn config() -> LlamaConfig {

@@ -4,7 +4,7 @@ use std::process::Command;
 
 #[test]
 fn it_trains_unless_it_is_asked_what_it_does() {
-    let program = crate::support::example("quickstart");
+    let program = crate::example::built("quickstart");
     let run = |options: &[&str]| {
         let output = Command::new(&program).args(options).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -20,7 +20,7 @@ fn it_trains_unless_it_is_asked_what_it_does() {
 
 #[test]
 fn the_pretrained_example_says_once_what_is_wrong() {
-    let mut program = Command::new(crate::support::example("pretrained"));
+    let mut program = Command::new(crate::example::built("pretrained"));
     let output = program.args(["no/such/model", "--text", "no/such/text"]).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.starts_with("error: cannot "), "{error}");

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| crate::support::example("train_llama"))
+    PROGRAM.get_or_init(|| crate::example::built("train_llama"))
 }
 
 /// A model that trains in no time, on a text of its own.

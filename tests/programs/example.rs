@@ -1,10 +1,10 @@
-//! The examples, for tests that run them as a user does.
+//! Builds the examples.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The program of an example, built in this test's profile: a run of one test target alone does not build examples.
-pub fn example(name: &str) -> PathBuf {
+pub fn built(name: &str) -> PathBuf {
     let mut build = Command::new(env!("CARGO"));
     build.args(["build", "--quiet", "--workspace", "--example", name]);
     if !cfg!(debug_assertions) {
