@@ -2,11 +2,9 @@
 
 use std::path::Path;
 
-use safetensors::Dtype;
-
 use super::cursor::{DataCursor, Fingerprint};
 use super::{Batch, Batches, DataError, Part};
-use fsdp::files::TensorFile;
+use fsdp::files::{StoredDtype, TensorFile};
 
 /// Ids checked at a time when a file is opened.
 const CHUNK: usize = 1 << 16;
@@ -33,15 +31,20 @@ impl TokenFile {
     /// not below `vocab`.
     pub fn open(path: &Path, vocab: usize) -> Result<Self, DataError> {
         let file = TensorFile::open(path)?;
-        let Some(tensor) = file.info("tokens") else {
+        let Some(shape) = file.shape("tokens") else {
             let present = file.names().map(str::to_owned).collect();
             return Err(DataError::NoTokens { path: path.to_path_buf(), present });
         };
-        let &[steps, rows, width] = tensor.shape.as_slice() else {
-            return Err(unexpected(path, tensor));
+        let unexpected = || DataError::TokensShape {
+            path: path.to_path_buf(),
+            dtype: file.dtype_name("tokens").unwrap_or_default(),
+            shape: shape.to_vec(),
         };
-        if tensor.dtype != Dtype::I32 || steps == 0 || rows == 0 || width < 2 {
-            return Err(unexpected(path, tensor));
+        let &[steps, rows, width] = shape else {
+            return Err(unexpected());
+        };
+        if file.dtype("tokens") != Some(StoredDtype::I32) || steps == 0 || rows == 0 || width < 2 {
+            return Err(unexpected());
         }
         let mut tokens = Self { file, steps, rows, seq: width - 1, source: String::new() };
         tokens.source = format!("a file of {}", tokens.check_ids(vocab)?);
@@ -77,14 +80,6 @@ impl TokenFile {
             hash.add(ids.iter().flat_map(|id| id.to_le_bytes()));
         }
         Ok(hash.describe(total, "tokens"))
-    }
-}
-
-fn unexpected(path: &Path, tensor: &safetensors::tensor::TensorInfo) -> DataError {
-    DataError::TokensShape {
-        path: path.to_path_buf(),
-        dtype: tensor.dtype.to_string(),
-        shape: tensor.shape.clone(),
     }
 }
 
@@ -130,6 +125,8 @@ mod tests {
     use std::path::PathBuf;
 
     use safetensors::tensor::TensorView;
+
+    use safetensors::Dtype;
 
     use super::*;
 

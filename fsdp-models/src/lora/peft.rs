@@ -80,7 +80,7 @@ pub fn load_adapters(model: &mut Fsdp<Llama>, dir: &Path) -> Result<LoadReport, 
         let source = if adapter_of(&spec.name).is_some() {
             name
         } else {
-            let whole = wrapped.into_iter().chain([name]).find(|name| file.info(name).is_some());
+            let whole = wrapped.into_iter().chain([name]).find(|name| file.contains(name));
             let Some(whole) = whole else { continue };
             report.notes.push(format!("{} was set as well: the file has it whole", spec.name));
             whole

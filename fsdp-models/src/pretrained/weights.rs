@@ -92,14 +92,14 @@ impl Weights {
     pub fn dtype(&self, name: &str) -> Option<String> {
         match self {
             Weights::Gguf(file) => file.dtype(name).map(|dtype| format!("{dtype:?}")),
-            _ => Some(self.file_of(name)?.info(name)?.dtype.to_string()),
+            _ => self.file_of(name)?.dtype_name(name),
         }
     }
 
     /// The safetensors file that holds a tensor.
     pub(crate) fn file_of(&self, name: &str) -> Option<&TensorFile> {
         match self {
-            Weights::Single(file) => file.info(name).map(|_| file),
+            Weights::Single(file) => file.contains(name).then_some(file),
             Weights::Sharded(files) => files.file_of(name),
             Weights::Gguf(_) => None,
         }

@@ -40,9 +40,12 @@ pub enum PlotError {
     Drawing(String),
 }
 
-impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for PlotError {
+/// What the library that draws says is wrong.
+struct Undrawn(String);
+
+impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for Undrawn {
     fn from(error: DrawingAreaErrorKind<E>) -> Self {
-        PlotError::Drawing(error.to_string())
+        Undrawn(error.to_string())
     }
 }
 
@@ -86,6 +89,10 @@ pub fn save_curves(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<()
 /// # Errors
 /// The chart cannot be drawn.
 pub fn curves_svg(title: &str, steps: &[StepMetrics]) -> Result<String, PlotError> {
+    drawn(title, steps).map_err(|Undrawn(why)| PlotError::Drawing(why))
+}
+
+fn drawn(title: &str, steps: &[StepMetrics]) -> Result<String, Undrawn> {
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
@@ -151,13 +158,13 @@ impl Curve {
         (low > 0.0 && high / low > 100.0).then(|| low / 1.3..high * 1.3)
     }
 
-    fn draw_linear(&self, area: &Panel<'_>) -> Result<(), PlotError> {
+    fn draw_linear(&self, area: &Panel<'_>) -> Result<(), Undrawn> {
         let range = self.linear_range();
         let span = range.end - range.start;
         self.draw(area, range, &|value| linear_label(*value, span))
     }
 
-    fn draw<Y>(&self, area: &Panel<'_>, range: Y, label: &dyn Fn(&f64) -> String) -> Result<(), PlotError>
+    fn draw<Y>(&self, area: &Panel<'_>, range: Y, label: &dyn Fn(&f64) -> String) -> Result<(), Undrawn>
     where
         Y: AsRangedCoord<Value = f64>,
         Y::CoordDescType: Ranged<ValueType = f64> + ValueFormatter<f64>,

@@ -72,8 +72,18 @@ impl TensorFile {
         Some(&self.info(name)?.shape)
     }
 
+    /// It has a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Element type of a tensor as the file names it, such as `BF16`, whether it can be read here or not.
+    pub fn dtype_name(&self, name: &str) -> Option<String> {
+        Some(self.info(name)?.dtype.to_string())
+    }
+
     /// Dtype, shape and place of a tensor.
-    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+    fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
 
