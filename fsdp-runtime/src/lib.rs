@@ -29,8 +29,6 @@ pub mod memory;
 
 pub mod buffer;
 
-mod pipeline;
-
 pub mod engine;
 
 pub mod checkpoint;

@@ -23,8 +23,9 @@ MAIN = Path("tests/fake-cuda/tests/pipelines")
 
 # Compiled into the test from their own source: only the test is built again for their mutants.
 IN_TEST = {
-    RUNTIME / "pipeline/all_gather.rs": "mutant/pipeline/all_gather.rs",
-    RUNTIME / "pipeline/grad_reduce.rs": "mutant/pipeline/grad_reduce.rs",
+    RUNTIME / f"engine/schedule/{name}.rs": f"mutant/schedule/{name}.rs"
+    for name in ["all_gather", "weights", "grad_reduce", "grads"]
+} | {
     RUNTIME / "memory/pool.rs": "mutant/pool.rs",
 }
 IN_COMM = [
@@ -44,7 +45,7 @@ MUTATIONS = [
     # A stream does not wait.
     (re.compile(r"^(\s*).*\.wait\(.*\)\?;$"), r"\1"),
     (re.compile(r"^(\s*)stream\.wait\(.*\)$"), r"\1Ok(())"),
-    (re.compile(r"^(.*)\|event\| self\.streams\.compute\.wait\(event\)\)$"), r"\1|_| Ok(()))"),
+    (re.compile(r"^(.*)\|event\| resources\.streams\.compute\.wait\(event\)\)$"), r"\1|_| Ok(()))"),
     (re.compile(r"^(.*)self\.enqueue\(.waiting for an event.*\)(,)$"), r"\1Ok(())\2"),
     # An event tells nothing.
     (re.compile(r"^(?!.*\.wait\()(.*[ (])[\w.]+\.record\(\)(.*)$"), rf"\1{PASSED}\2"),
@@ -81,10 +82,10 @@ def copy():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
     mutant = COPY / MAIN / "mutant"
-    shutil.copytree(COPY / RUNTIME / "pipeline", mutant / "pipeline")
+    shutil.copytree(COPY / RUNTIME / "engine/schedule", mutant / "schedule")
     shutil.copy2(COPY / RUNTIME / "memory/pool.rs", mutant / "pool.rs")
     for name, old, new in [
-        ("main.rs", "../../../../fsdp-runtime/src/pipeline/mod.rs", "mutant/pipeline/mod.rs"),
+        ("main.rs", "../../../../fsdp-runtime/src/engine/schedule/mod.rs", "mutant/schedule/mod.rs"),
         ("memory.rs", "../../../../fsdp-runtime/src/memory/pool.rs", "mutant/pool.rs"),
     ]:
         path = COPY / MAIN / name
@@ -105,7 +106,7 @@ def run(test):
         sys.exit(f"a mutant does not compile:\n{build.stderr}")
     program = re.search(rf"tests/{test}/main.rs \((\S+)\)", build.stderr)[1]
     # The unit tests of what is compiled in are no concern here.
-    command = [program, "--skip", "memory::pool", "--skip", "pipeline::"]
+    command = [program, "--skip", "memory::pool", "--skip", "schedule::"]
     try:
         return subprocess.run(command, cwd=COPY / "tests/fake-cuda", capture_output=True, timeout=300).returncode == 0
     except subprocess.TimeoutExpired:

@@ -64,24 +64,23 @@ value("bf16 is cut off, not rounded", REDUCE,
 value("an f32 sum that is added is not scaled", REDUCE, "*sum * scale", "*sum", after="fn store_added(arch: Arch, sum: &mut [f32], scale: f32, out: &mut [f32])")
 value("an f32 sum that is stored is not scaled", REDUCE, "*sum * scale", "*sum", after="fn store(arch: Arch, sum: &mut [f32], scale: f32, out: &mut [f32])")
 
-GRADS = "pipeline/grad_reduce.rs"
+GRADS = "engine/schedule/grad_reduce.rs"
 text("a later microbatch overwrites the earlier ones", GRADS,
-     "let add = self.units[unit].accumulated;", "let add = self.units[unit].accumulated && !FAULT;")
+     "let add = grads.main != Main::Nothing;", "let add = grads.main != Main::Nothing && !FAULT;")
 without("gradients of the last step are kept", GRADS,
-        "(unit.accumulated, unit.synced, unit.outer_synced) = (false, false, false);")
+        "part.main = Main::Nothing;")
 text("outer ranks do not reduce", GRADS,
-     "let Some(Outer { comm, stream, strategy }) = &self.options.outer else",
-     "let Some(Outer { comm, stream, strategy }) = self.options.outer.as_ref().filter(|_| !FAULT) else")
+     "let Some(outer) = &self.options.outer else {", "let Some(outer) = self.options.outer.as_ref().filter(|_| !FAULT) else {")
 value("outer ranks reduce in every microbatch", GRADS, "sync == Sync::Step", "true",
-      after="self.reduce_whole(groups, unit, moment)?;\n        }\n        if ")
-value("gradients are summed, not averaged", "engine/controls.rs", "(1.0 / ranks as f64) as f32", "1.0")
-text("gradients are averaged over the inner ranks only", "engine/sharding.rs",
-     ".factor(parts.comm.size())", ".factor(if FAULT { parts.shard_comm.size() } else { parts.comm.size() })")
-value("a parameter without gradient keeps what its bucket held", "engine/gradients.rs",
-      "fill(&*self.streams.compute, &slice, Fill::Zero)", "{ let _ = slice; Ok(()) }")
-value("a second gradient of a parameter replaces the first", "engine/sink.rs", "open.written", "false", after="let add = ")
-text("a second fused gradient replaces the first", "engine/sink.rs",
-     "if open.written { Accumulate::Add }", "if open.written && !FAULT { Accumulate::Add }", after="pub fn accumulate_f32")
+      after="self.reduce_whole(units, unit, part, moment)?;\n        }\n        if ")
+value("gradients are summed, not averaged", "engine/api/controls.rs", "(1.0 / ranks as f64) as f32", "1.0")
+text("gradients are averaged over the inner ranks only", "engine/build/mod.rs",
+     ".factor(ctx.comm.size())", ".factor(if FAULT { ctx.shard_comm.size() } else { ctx.comm.size() })")
+value("a parameter without gradient keeps what its bucket held", "engine/unit/gradients.rs",
+      "fill(ctx.compute(), &slice, Fill::Zero)", "{ let _ = slice; Ok(()) }")
+value("a second gradient of a parameter replaces the first", "engine/unit/sink.rs", "open.is_written()", "false", after="let add = ")
+text("a second fused gradient replaces the first", "engine/unit/sink.rs",
+     "if open.is_written() { Accumulate::Add }", "if open.is_written() && !FAULT { Accumulate::Add }", after="pub fn accumulate_f32")
 
 # Layout ---------------------------------------------------------------------------------------------------------------
 
@@ -102,12 +101,11 @@ text("outer ranks all own the first part", "buffer.rs",
 # Schedule -------------------------------------------------------------------------------------------------------------
 
 tried_first("overlap", "whole_and_sharded", "resharding", "hsdp", "recompute", "optimizer_state", "event_order", "memory", "root_buckets", "recomputed_nests")
-GATHER = "pipeline/all_gather.rs"
-text("gathered weights outlive a step", GATHER,
-     "if self.options.strategy.shards_optim() || self.options.outer.is_some() {",
-     "if !FAULT && (self.options.strategy.shards_optim() || self.options.outer.is_some()) {")
-text("outer ranks' updates are not gathered", GATHER, "weights.outer_stale = true", "weights.outer_stale = !FAULT")
-text("neighbours keep the part of the next one", GATHER,
+GATHER = "engine/schedule/all_gather.rs"
+WEIGHTS = "engine/schedule/weights.rs"
+value("gathered weights outlive a step", GATHER, "self.options.must_gather()", "false")
+text("outer ranks' updates are not gathered", WEIGHTS, "self.outer_stale = true", "self.outer_stale = !FAULT")
+text("neighbours keep the part of the next one", WEIGHTS,
      "let (rank, ranks) = (neighbours.rank(), neighbours.size());",
      "let (rank, ranks) = (neighbours.rank(), neighbours.size());\n            let rank = if FAULT { (rank + 1) % ranks } else { rank };")
 value("nothing is prefetched", GATHER, "self.options.prefetch.forward", "0")
@@ -115,26 +113,26 @@ value("nothing is prefetched in the backward", GATHER, "self.options.prefetch.ba
 text("weights are given up at once", GATHER, "&& !self.options.double_buffer && !keep {",
      "&& (!self.options.double_buffer || FAULT) && !keep {")
 text("any number of units is gathered at a time", GATHER,
-     "if idle + units <= self.units_at_a_time() && in_budget {", "if FAULT || idle + units <= self.units_at_a_time() && in_budget {")
+     "if idle + number <= self.units_at_a_time() && in_budget {", "if FAULT || idle + number <= self.units_at_a_time() && in_budget {")
 value("two units are gathered at a time, however many are asked for", GATHER, "self.prefetch.deepest()", "1")
 text("a budget of gathered elements is not kept", GATHER, "let in_budget =", "let in_budget = FAULT ||")
-value("the root's buckets are gathered as one", GATHER, "unit == 0 && self.options.split_root", "false")
-text("any number of units is unreduced at a time", GRADS, "_ if units == 0 => true,", "_ if units == 0 || FAULT => true,")
+value("the root's buckets are gathered as one", GATHER, "unit == UnitId::ROOT && *split_root", "false")
+text("any number of units is unreduced at a time", GRADS, "_ if parts == 0 => true,", "_ if parts == 0 || FAULT => true,")
 text("idle buffers of other shapes stay", "memory/pool.rs",
      "while self.allocated + bytes > self.room", "while !FAULT && self.allocated + bytes > self.room")
-ROOT_PARTS = "engine/root_parts.rs"
-value("the root's buckets are all reduced at the end", ROOT_PARTS, "state.root_parts.parts[index].due == units", "false")
+ROOT_PARTS = "engine/unit/root_parts.rs"
+value("the root's buckets are all reduced at the end", ROOT_PARTS, "step.root_order.due[part] == units", "false")
 without("a gradient that comes after its bucket's reduction is lost", ROOT_PARTS,
-        "state.root_parts.late.push((param, grad.detach()));")
+        "pass.root.late.push((param, grad.detach()));")
 without("each rank reduces the root's buckets where it likes", ROOT_PARTS,
-        "self.comm.host_reduce(tag, HostOp::Max, &mut agreed)?;")
+        "ctx.host_reduce(step, what, HostOp::Max, &mut agreed)?;")
 text("evaluation leaves units gathered", "engine/core.rs",
      "if !training {", "if !training && !FAULT {")
-without("weights that changed are not noticed", "engine/core.rs", "state.weights_version += 1;")
-text("a unit is reduced while an enclosing one may run it again", "engine/gradients.rs",
-     "enclosing.iter().all(|&unit| state.units[unit].pending <= 1)", "enclosing.iter().all(|&unit| FAULT || state.units[unit].pending <= 1)")
-value("a unit that runs twice is reduced twice", "engine/gradients.rs", "state.units[self.unit].pending == 0", "true")
-text("the order of units is not checked", "pipeline/order.rs",
+without("weights that changed are not noticed", "engine/step.rs", "self.weights_version += 1;")
+text("a unit is reduced while an enclosing one may run it again", "engine/unit/gradients.rs",
+     "enclosing.iter().all(|&unit| step.units[unit].grads.pending <= 1)", "enclosing.iter().all(|&unit| FAULT || step.units[unit].grads.pending <= 1)")
+value("a unit that runs twice is reduced twice", "engine/unit/gradients.rs", "step.units[unit].grads.pending == 0", "true", after="let is_last = ")
+text("the order of units is not checked", "engine/schedule/order.rs",
      "if self.learnt.get(self.seen.len()) != Some(&unit) {", "if !FAULT && self.learnt.get(self.seen.len()) != Some(&unit) {")
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
@@ -148,22 +146,21 @@ value("adamw does not scale gradients", ADAMW, "g[i] * grad_scale", "g[i]")
 text("what is not to decay decays", "optim/sgd.rs", "if segment.decay {", "if segment.decay || FAULT {")
 value("sgd takes plain momentum for nesterov's", "optim/sgd.rs", "g + self.momentum * *b", "*b", after="let update = if self.nesterov { ")
 value("muon does not scale by shape", "optim/muon.rs", "(rows as f64 / cols as f64).max(1.0).sqrt()", "1.0_f64")
-value("an idle unit's steps count", "engine/optimizer.rs", "self.unit_steps[bucket.layout.key.unit]", "self.steps", after="let at = StepInfo { step: ")
-value("a group's settings are another parameter's", "engine/optimizer.rs",
+value("an idle unit's steps count", "engine/optim/sharded.rs", "self.unit_steps[unit]", "self.steps", after="let at = StepInfo { step: ")
+value("a group's settings are another parameter's", "engine/optim/sharded.rs",
       "*self.groups.of(*param).overrides()", "Default::default()", after="let overrides = ")
-without("the clipping factor lasts beyond its step", "engine/core.rs",
-        "(self.grad_scale, self.unscale, self.grad_norm, self.non_finite) = (1.0, None, None, None);")
-value("a norm is its square", "engine/grad_norm.rs", "sum[0].sqrt()", "sum[0]")
-value("replicas count in the norm", "engine/grad_norm.rs", "cut_by_outer || self.outer_comm.rank() == 0", "true")
+without("the clipping factor lasts beyond its step", "engine/step.rs", "self.factors = Factors::NONE;", after="fn clear")
+value("a norm is its square", "engine/optim/grad_norm.rs", "sum[0].sqrt()", "sum[0]")
+value("replicas count in the norm", "engine/optim/grad_norm.rs", "cut_by_outer || ctx.outer_comm.rank() == 0", "true")
 text("small gradients are scaled up", "optim/norm.rs", "if scale > 1.0 {", "if scale > 1.0 && !FAULT {")
-value("gradients are divided by the rank's own tokens", "engine/tokens.rs", "(1.0 / total[0])", "(1.0 / (own as f64).max(1.0))")
-without("the tokens of the last step count", "engine/optimizer.rs", "state.tokens = Default::default();")
-value("a scaler steps on overflow", "engine/loss_scale.rs", "norm.is_finite()", "true || norm.is_finite()")
-value("an average keeps what it should take", "engine/ema.rs", "self.next_decay()", "1.0 - self.next_decay()", after="let decay = ")
-text("an average does not warm up", "engine/ema.rs", "if self.warmup {", "if self.warmup && !FAULT {")
-value("averaged weights stay in the model", "engine/ema.rs", "engine.exchange_weights(&ema.shards)", "Ok(())", after="let back = ")
-value("the owner of a parameter is not the one that updates it", "engine/owner_step.rs",
-      "self.owners[item.param].expect(\"owned\")", "(self.owners[item.param].expect(\"owned\") + 1) % engine.comm.size()")
+value("gradients are divided by the rank's own tokens", "engine/optim/tokens.rs", "1.0 / total[0]", "1.0 / (own as f64).max(1.0)")
+without("the tokens of the last step count", "engine/step.rs", "self.tokens = TokenCount::default();")
+value("a scaler steps on overflow", "engine/optim/loss_scale.rs", "norm.is_finite()", "true || norm.is_finite()")
+value("an average keeps what it should take", "engine/optim/ema.rs", "self.next_decay()", "1.0 - self.next_decay()", after="let decay = ")
+text("an average does not warm up", "engine/optim/ema.rs", "if self.warmup {", "if self.warmup && !FAULT {")
+value("averaged weights stay in the model", "engine/optim/ema.rs", "exchange_weights(&engine, &ema.shards)", "Ok(())", after="let back = ")
+value("the owner of a parameter is not the one that updates it", "engine/optim/owner.rs",
+      "self.owner(item).expect(\"owned\")", "(self.owner(item).expect(\"owned\") + 1) % ctx.comm.size()")
 
 # Initial values and random numbers ------------------------------------------------------------------------------------
 
@@ -187,26 +184,26 @@ text("every draw is the same", "fsdp-runtime/src/random.rs", "mix(self.key, draw
 tried_first("mixed_precision", "sixteen_bit_training", "memory")
 text("there are no main weights", "buffer.rs",
      "precision.main_weights && dtype != Dtype::F32", "precision.main_weights && !FAULT && dtype != Dtype::F32")
-without("main weights are not installed", "engine/full.rs",
-        "cast(&*self.streams.compute, main.data(), &group.model_weight.part(main.held()))?;")
-text("inputs are not cast", "engine/core.rs", "if precision.cast_inputs {", "if precision.cast_inputs && !FAULT {")
+without("main weights are not installed", "engine/io/whole.rs",
+        "cast(ctx.compute(), main.data(), &bucket.model_weight.part(main.held()))?;")
+text("inputs are not cast", "engine/ctx.rs", "if precision.cast_inputs {", "if precision.cast_inputs && !FAULT {")
 
 # Ties, frozen parameters, buffers ---------------------------------------------------------------------------------------
 
 tried_first("tied", "frozen_and_unused", "declarations", "faults_start", "param_groups")
-without("a parameter that a unit borrows gets no gradient", "engine/gradients.rs", "self.deliver(bound.slot, &grad)?;")
-without("a tie across units stays in the first", "engine/collect.rs", "spec.key.unit = 0;")
-value("frozen parameters are trained", "engine/collect.rs", "!self.attrs.frozen.unwrap_or(false)", "true")
-value("what is marked no_decay decays", "engine/collect.rs", "item.attrs.no_decay.unwrap_or(false)", "false")
-value("a parameter's own initial value is ignored", "engine/collect.rs",
+without("a parameter that a unit borrows gets no gradient", "engine/unit/gradients.rs", "deliver(engine, bound.param, &grad)?;")
+without("a tie across units stays in the first", "engine/build/collect.rs", "spec.key.unit = 0;")
+value("frozen parameters are trained", "engine/build/collect.rs", "!self.attrs.frozen.unwrap_or(false)", "true")
+value("what is marked no_decay decays", "engine/build/collect.rs", "item.attrs.no_decay.unwrap_or(false)", "false")
+value("a parameter's own initial value is ignored", "engine/build/collect.rs",
       "self.attrs.init.unwrap_or(*self.param.init())", "*self.param.init()")
-text("buffers start as each rank has them", "engine/buffers.rs", "if bytes != *own {", "if bytes != *own && !FAULT {")
+text("buffers start as each rank has them", "engine/io/buffers.rs", "if bytes != *own {", "if bytes != *own && !FAULT {")
 
 # Checkpoints ------------------------------------------------------------------------------------------------------------
 
 tried_first("round_trips", "resumed", "faults", "full_state", "beside")
 RESTORE = "checkpoint/restore.rs"
-without("the step is not restored", RESTORE, "(state.step, state.seed) = (checkpoint.step(), checkpoint.index().seed);")
+without("the step is not restored", RESTORE, "engine.step().resume(checkpoint.step(), checkpoint.index().seed);")
 value("each shard is restored from the tensor's start", RESTORE, "elements.start", "0", after="checkpoint.read_f32(MODEL, fit.saved(tensor.name), ")
 value("moments are restored from the tensor's start", RESTORE, "elements.start", "0", after="checkpoint.read_f32(section, saved, ")
 text("moments are not restored", RESTORE,

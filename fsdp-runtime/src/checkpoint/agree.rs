@@ -40,10 +40,10 @@ impl Group {
     /// All ranks of the model, at its present step.
     pub fn of(engine: &Engine) -> Group {
         Group {
-            comm: engine.checkpoint_comm.clone(),
-            step: engine.state.lock().step,
-            locks: engine.checkpoint_locks.clone(),
-            turns: engine.checkpoint_turns.clone(),
+            comm: engine.ctx.saves.comm.clone(),
+            step: engine.step().number,
+            locks: engine.ctx.saves.locks.clone(),
+            turns: engine.ctx.saves.turns.clone(),
         }
     }
 

@@ -14,7 +14,9 @@ use super::finite::is_finite;
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
-use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer};
+use crate::engine::{
+    Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer, saved_dtype, saved_weights,
+};
 use crate::error::{CheckpointError, Result};
 use crate::memory::Category;
 
@@ -79,18 +81,18 @@ impl<'a> Contents<'a> {
         let engine = model.engine().clone();
         let group = Group::of(&engine);
         let (seed, unfinished) = {
-            let state = engine.state.lock();
-            (state.seed, state.received.contains(&true))
+            let step = engine.step();
+            (step.seed, step.gradients.received.iter().any(|received| *received))
         };
         let prepared = Prepared {
             group,
             seed,
             writer: Writer {
-                ranks: engine.comm.size(),
-                mesh: engine.mesh.to_string(),
-                strategy: engine.config.strategy.to_string(),
-                precision: engine.config.precision.to_string(),
-                alignment: format!("{:?}", engine.config.alignment),
+                ranks: engine.ctx.comm.size(),
+                mesh: engine.ctx.mesh.to_string(),
+                strategy: engine.ctx.config.strategy.to_string(),
+                precision: engine.ctx.config.precision.to_string(),
+                alignment: format!("{:?}", engine.ctx.config.alignment),
                 library: env!("CARGO_PKG_VERSION").into(),
             },
             model: ModelDescription::of(model),
@@ -101,20 +103,21 @@ impl<'a> Contents<'a> {
         };
         let mut contents = Contents { engine: engine.clone(), prepared, borrowed: PhantomData };
         let mut declared = Vec::new();
-        for (param, spec) in engine.layout.params.iter().enumerate() {
-            let dtype = StoredDtype::from(engine.saved_dtype(param));
+        for param in engine.ctx.params.ids() {
+            let spec = engine.ctx.spec(param);
+            let dtype = StoredDtype::from(saved_dtype(&engine.ctx, param));
             declared.extend(spec.tensors().into_iter().map(|tensor| Declared {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,
                 dtype,
             }));
         }
-        contents.hold(MODEL, &engine, engine.saved_weights());
+        contents.hold(MODEL, &engine, saved_weights(&engine.ctx));
         for (name, tensor) in buffer_list(model.module()) {
             match read_buffer(tensor) {
                 Err(error) => contents.fail(format!("buffer `{name}`: {error}")),
                 Ok((dtype, bytes)) => {
-                    if engine.comm.rank() == 0 && !bytes.is_empty() {
+                    if engine.ctx.comm.rank() == 0 && !bytes.is_empty() {
                         let (section, len) = (MODEL.to_owned(), tensor.elem_count());
                         let memory = Memory::Bytes(bytes);
                         contents.prepared.pieces.push(Piece {
@@ -159,7 +162,7 @@ impl<'a> Contents<'a> {
 
     fn hold(&mut self, section: &str, engine: &Engine, pieces: Vec<Held>) {
         for Held { param, elements, memory, .. } in pieces.into_iter().filter(|piece| piece.saves) {
-            for piece in engine.layout.params[param].pieces(elements) {
+            for piece in engine.ctx.spec(param).pieces(elements) {
                 let memory = Memory::Held(memory.range(piece.at));
                 let (section, name) = (section.to_owned(), piece.tensor.name.to_owned());
                 let (start, len) = (piece.elements.start, piece.elements.len());
@@ -174,7 +177,7 @@ impl<'a> Contents<'a> {
         if self.prepared.sections.contains_key(&section) {
             return self.fail(format!("a checkpoint has one section `{section}`: it was added twice"));
         }
-        let tensors = state.params.iter().flat_map(|&param| engine.layout.params[param].tensors());
+        let tensors = state.params.iter().flat_map(|&param| engine.ctx.spec(param).tensors());
         let declared = tensors.map(|tensor| Declared {
             name: tensor.name.to_owned(),
             shape: tensor.shape,
@@ -201,11 +204,11 @@ impl<'a> Contents<'a> {
 
     /// Adds an average of the model's weights, as section `name`, and its count of updates as the value `name`.
     pub fn average(mut self, name: &str, average: &'a Ema) -> Self {
-        if let Err(error) = average.check(&self.engine) {
+        if let Err(error) = average.check(&self.engine.ctx) {
             self.fail(error.to_string());
             return self;
         }
-        let state = average.held(&self.engine);
+        let state = average.held(&self.engine.ctx);
         self.add(name.to_owned(), state);
         self.insert(name, average.updates().into());
         self
@@ -246,7 +249,7 @@ impl<'a> Contents<'a> {
     /// A copy of it in host memory, which borrows nothing.
     pub(super) fn snapshot(self) -> Result<Prepared> {
         self.engine.settle_intact()?;
-        let (account, backend) = (self.engine.account.clone(), self.engine.backend.clone());
+        let (account, backend) = (self.engine.ctx.account().clone(), self.engine.ctx.backend.clone());
         let copy = |piece: Piece| -> Result<Piece> {
             let memory = match piece.memory {
                 Memory::Bytes(bytes) => Memory::Bytes(bytes),

@@ -109,7 +109,7 @@ fn is_inside(name: &str, path: &str) -> bool {
 /// Of parameters and of the parts of fused ones: what is tied to a fused parameter need not be fused itself.
 fn ties(engine: &Engine) -> BTreeMap<String, String> {
     let mut ties = BTreeMap::new();
-    for spec in &engine.layout.params {
+    for spec in &engine.ctx.layout.params {
         ties.extend(spec.aliases.iter().map(|alias| (alias.clone(), spec.name.clone())));
         for part in &spec.fused {
             ties.extend(part.aliases.iter().map(|alias| (alias.clone(), part.name.clone())));

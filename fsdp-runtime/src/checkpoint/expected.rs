@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use candle_core::Tensor;
 
 use super::index::{Section, StoredDtype, StoredTensor};
-use crate::engine::{Engine, buffer_dtype};
+use crate::engine::{Engine, buffer_dtype, saved_dtype};
 use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
 
 /// A tensor that a model has.
@@ -54,10 +54,9 @@ pub(super) fn mismatch(
 
 /// Weights and buffers of a model.
 pub(super) fn model_tensors(engine: &Engine, buffers: &[(String, &Tensor)]) -> Vec<Expected> {
-    let params = engine.layout.params.iter().enumerate();
-    let weights = params.flat_map(|(param, spec)| {
-        let dtype = StoredDtype::from(engine.saved_dtype(param));
-        spec.tensors().into_iter().map(move |tensor| Expected {
+    let weights = engine.ctx.params.ids().flat_map(|param| {
+        let dtype = StoredDtype::from(saved_dtype(&engine.ctx, param));
+        engine.ctx.spec(param).tensors().into_iter().map(move |tensor| Expected {
             name: tensor.name.to_owned(),
             shape: tensor.shape,
             dtype,
@@ -76,7 +75,7 @@ pub(super) fn model_tensors(engine: &Engine, buffers: &[(String, &Tensor)]) -> V
 
 /// The names of the weights that are not trained.
 pub(super) fn frozen_tensors(engine: &Engine) -> HashSet<&str> {
-    let frozen = engine.layout.params.iter().filter(|spec| !spec.key.requires_grad);
+    let frozen = engine.ctx.layout.params.iter().filter(|spec| !spec.key.requires_grad);
     frozen.flat_map(|spec| spec.tensors().into_iter().map(|tensor| tensor.name)).collect()
 }
 

@@ -8,6 +8,7 @@ use super::index::{INDEX_FILE, Index, MAX_STEPS, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::restore::Restore;
 use super::state::{ModelRef, Unfit};
+use crate::engine::ParamId;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::spec::LogicalTensor;
@@ -78,7 +79,7 @@ impl Restore<'_> {
     /// The names in the file of the tensors that have another one there.
     fn saved_as(&self, checkpoint: &Checkpoint) -> HashMap<String, String> {
         let Index { model: Some(file), tensors, .. } = checkpoint.index() else { return HashMap::new() };
-        let ours = self.engine.layout.params.iter().flat_map(|spec| spec.tensors());
+        let ours = self.engine.ctx.layout.params.iter().flat_map(|spec| spec.tensors());
         let mut saved_as = self.model.saved_as(file, ours.map(|tensor| tensor.name), self.untie);
         saved_as.retain(|_, saved| tensors.get(MODEL).is_some_and(|tensors| tensors.contains_key(saved)));
         saved_as
@@ -96,11 +97,11 @@ impl Restore<'_> {
         let mut model = model_tensors(engine, &self.buffers);
         model.retain(|tensor| !left.contains(tensor.name.as_str()));
         let mut expected: Vec<(String, Vec<Expected>)> = vec![(MODEL.into(), model)];
-        let mut add = |section: String, params: &[usize]| -> Result<()> {
+        let mut add = |section: String, params: &[ParamId]| -> Result<()> {
             if expected.iter().any(|(known, _)| *known == section) {
                 return Err(Error::Usage(format!("section `{section}` is to be restored into two places")));
             }
-            let tensors = params.iter().flat_map(|&param| engine.layout.params[param].tensors());
+            let tensors = params.iter().flat_map(|&param| engine.ctx.spec(param).tensors());
             let f32 = |tensor: LogicalTensor<'_>| Expected {
                 name: tensor.name.to_owned(),
                 shape: tensor.shape,
@@ -116,8 +117,8 @@ impl Restore<'_> {
             }
         }
         for (name, average) in &self.averages {
-            average.check(engine)?;
-            add(name.clone(), &average.held(engine).params)?;
+            average.check(&engine.ctx)?;
+            add(name.clone(), &average.held(&engine.ctx).params)?;
         }
         let stored = &checkpoint.index().tensors;
         let none = Section::new();

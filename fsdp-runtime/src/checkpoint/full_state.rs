@@ -9,7 +9,9 @@ use super::expected::{LeftOut, left_out, mismatch, model_tensors};
 use super::index::{Section, StoredTensor};
 use crate::comm::{Phase, Tag};
 use crate::device::update_anywhere;
-use crate::engine::{Fsdp, FsdpUnit, Stores, buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
+use crate::engine::{
+    Fsdp, FsdpUnit, ParamId, Stores, buffer_dtype, buffer_list, overwrite_buffer, read_buffer, saved_dtype,
+};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::memory::candle_dtype;
@@ -64,11 +66,12 @@ impl<M: FsdpUnit> Fsdp<M> {
         let first = group.is_first();
         // After an error the gathers go on, as the other ranks are in them.
         let mut outcome = Ok(());
-        let names = engine.layout.params.iter().map(|spec| spec.name.as_str());
-        let by_name: HashMap<&str, usize> = names.zip(0..).collect();
+        let params = engine.ctx.params.ids();
+        let by_name: HashMap<&str, ParamId> =
+            params.map(|param| (engine.ctx.spec(param).name.as_str(), param)).collect();
         self.visit_weights(|spec, values| {
             if first && outcome.is_ok() {
-                let dtype = candle_dtype(engine.saved_dtype(by_name[spec.name.as_str()]));
+                let dtype = candle_dtype(saved_dtype(&engine.ctx, by_name[spec.name.as_str()]));
                 outcome = spec.tensors().into_iter().try_for_each(|tensor| {
                     let values = Tensor::from_slice(&values[tensor.elements], tensor.shape, &Device::Cpu)?;
                     visit(tensor.name, values.to_dtype(dtype)?)
@@ -123,7 +126,7 @@ impl<M: FsdpUnit> Fsdp<M> {
         }
         engine.reset_step()?;
         let left_out = left_out(Some(&wrong));
-        let stores = engine.begin_stores()?;
+        let stores = Stores::begin(&engine)?;
         let params = load_params(&stores, &group, state, &left_out);
         group.all_done("the full state", params)?;
         for (name, tensor) in buffers.iter().filter(|(name, _)| !left_out.buffer(name)) {
@@ -168,20 +171,20 @@ fn load_params(
     left_out: &LeftOut<'_>,
 ) -> Result<()> {
     let engine = stores.engine();
-    let compute = &*engine.streams.compute;
+    let compute = engine.ctx.compute();
     // After an error the broadcasts go on, as the other ranks are in them.
     let mut outcome = Ok(());
-    for (param, spec) in engine.layout.params.iter().enumerate() {
-        for tensor in spec.tensors() {
+    for param in engine.ctx.params.ids() {
+        for tensor in engine.ctx.spec(param).tensors() {
             if left_out.weight(tensor.name) || tensor.elements.is_empty() {
                 continue;
             }
             // SAFETY: it is known to this call only, which writes it before it uses it on the compute stream.
-            let values = unsafe { engine.account.allocate_briefly(Dtype::F32, tensor.elements.len()) }?;
+            let values = unsafe { engine.ctx.account().allocate_briefly(Dtype::F32, tensor.elements.len()) }?;
             if group.is_first() && outcome.is_ok() {
                 let copy = |out: &mut [f32]| copy_values(&state[tensor.name], out);
                 // SAFETY: the buffer is new and ours alone.
-                let copied = unsafe { update_anywhere(&*engine.backend, &values, copy)? };
+                let copied = unsafe { update_anywhere(&*engine.ctx.backend, &values, copy)? };
                 outcome = copied.map_err(|error| param_error(tensor.name, &error));
             }
             let tag = Tag { unit: tensor.name.into(), phase: Phase::Checkpoint, step: group.step };

@@ -15,7 +15,7 @@ use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
 use crate::device::update_anywhere;
-use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, overwrite_buffer};
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, fill_weights, overwrite_buffer};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
 use crate::spec::TensorPiece;
@@ -179,8 +179,7 @@ impl<'a> Restore<'a> {
 
         if let (Some(optimizer), Some(value)) = (&mut self.optimizer, optimizer) {
             optimizer.set_value(ModelRef(&engine), &value);
-            let mut state = engine.state.lock();
-            (state.step, state.seed) = (checkpoint.step(), checkpoint.index().seed);
+            engine.step().resume(checkpoint.step(), checkpoint.index().seed);
         }
         for ((_, average), updates) in self.averages.iter_mut().zip(updates) {
             if let Some(updates) = updates {
@@ -199,7 +198,7 @@ impl<'a> Restore<'a> {
         };
         let out = left_out(MODEL);
         let frozen = self.frozen;
-        engine.fill_weights(|_, spec, elements, values| {
+        fill_weights(engine, None, |_, spec, elements, values| {
             if !frozen && !spec.key.requires_grad {
                 return Ok(());
             }
@@ -221,7 +220,7 @@ impl<'a> Restore<'a> {
             let out = left_out(section);
             for Held { param, elements, memory, .. } in pieces {
                 let fill = |values: &mut [f32]| -> Result<()> {
-                    for TensorPiece { tensor, elements, at } in engine.layout.params[param].pieces(elements) {
+                    for TensorPiece { tensor, elements, at } in engine.ctx.spec(param).pieces(elements) {
                         if !out.weight(tensor.name) {
                             let saved = fit.saved(tensor.name);
                             checkpoint.read_f32(section, saved, elements.start, &mut values[at])?;
@@ -231,7 +230,7 @@ impl<'a> Restore<'a> {
                 };
                 // SAFETY: nothing is under way (`reset_step`), and the state is borrowed mutably for the restore: this
                 // thread is its only user.
-                unsafe { update_anywhere(&*engine.backend, &memory, fill)?? };
+                unsafe { update_anywhere(&*engine.ctx.backend, &memory, fill)?? };
             }
             Ok(())
         };
@@ -242,7 +241,7 @@ impl<'a> Restore<'a> {
         }
         for ((name, average), updates) in self.averages.iter().zip(&fit.updates) {
             if updates.is_some() {
-                fill(name, average.held(engine).pieces)?;
+                fill(name, average.held(&engine.ctx).pieces)?;
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::index::MAX_STEPS;
-use crate::engine::{Engine, HeldState, OwnerOptimizer, ShardedOptimizer, StepCounts};
+use crate::engine::{Engine, HeldState, Id, OwnerOptimizer, ShardedOptimizer, StepCounts, Table, UnitId};
 use crate::error::{Error, Result};
 use crate::files::{brief, said};
 use crate::optim::{Optimizer, OwnerRule};
@@ -88,8 +88,8 @@ struct OptimizerValue {
 impl OptimizerValue {
     fn new<O: Optimizer>(engine: &Engine, optimizer: &ShardedOptimizer<O>) -> Self {
         let StepCounts { steps, unit_steps } = optimizer.step_counts();
-        let params = engine.layout.params.iter().filter(|spec| spec.key.requires_grad);
-        let counts = params.map(|spec| (spec.name.clone(), unit_steps[spec.key.unit]));
+        let params = engine.ctx.layout.params.iter().filter(|spec| spec.key.requires_grad);
+        let counts = params.map(|spec| (spec.name.clone(), unit_steps[UnitId::new(spec.key.unit)]));
         OptimizerValue {
             rule: optimizer.rule().name().into(),
             owner_rule: None,
@@ -129,10 +129,10 @@ impl OptimizerValue {
     }
 
     fn counts(&self, engine: &Engine) -> StepCounts {
-        let mut unit_steps = vec![self.steps; engine.units.len()];
-        for spec in engine.layout.params.iter().filter(|spec| spec.key.requires_grad) {
+        let mut unit_steps: Table<UnitId, u64> = vec![self.steps; engine.ctx.resources.units.len()].into();
+        for spec in engine.ctx.layout.params.iter().filter(|spec| spec.key.requires_grad) {
             if let Some(steps) = self.param_steps.get(&spec.name) {
-                unit_steps[spec.key.unit] = *steps;
+                unit_steps[UnitId::new(spec.key.unit)] = *steps;
             }
         }
         StepCounts { steps: self.steps, unit_steps }
@@ -145,11 +145,11 @@ fn to_value(value: OptimizerValue) -> Value {
 
 impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
     fn check_model(&self, model: ModelRef<'_>) -> Result<()> {
-        self.check(model.0)
+        self.check(&model.0.ctx)
     }
 
     fn states(&self, model: ModelRef<'_>) -> Vec<HeldState> {
-        self.held_states(model.0)
+        self.held_states(&model.0.ctx)
     }
 
     fn value(&self, model: ModelRef<'_>) -> Value {
@@ -174,11 +174,11 @@ impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
 
 impl<R: OwnerRule, O: Optimizer> OptimizerState for OwnerOptimizer<R, O> {
     fn check_model(&self, model: ModelRef<'_>) -> Result<()> {
-        self.rest_optimizer().check(model.0)
+        self.rest_optimizer().check(&model.0.ctx)
     }
 
     fn states(&self, model: ModelRef<'_>) -> Vec<HeldState> {
-        let mut states = self.rest_optimizer().held_states(model.0);
+        let mut states = self.rest_optimizer().held_states(&model.0.ctx);
         for owned in self.held_owner_states() {
             // One section for states of one name.
             match states.iter_mut().find(|state| state.name == owned.name) {

@@ -34,8 +34,11 @@ mod buffer;
 #[path = "../../../fsdp-comm/src/trace.rs"]
 mod trace;
 
-#[path = "../../../fsdp-runtime/src/pipeline/mod.rs"]
-mod pipeline;
+#[path = "../../../fsdp-runtime/src/engine/ids.rs"]
+mod ids;
+
+#[path = "../../../fsdp-runtime/src/engine/schedule/mod.rs"]
+mod schedule;
 
 mod check;
 

@@ -7,3 +7,7 @@ mod pool;
 
 pub use account::{Account, Category, Usage};
 pub(crate) use pool::{Lease, Pool};
+
+/// Stands for the tensors of a unit.
+#[derive(Default)]
+pub(crate) struct Aliases;

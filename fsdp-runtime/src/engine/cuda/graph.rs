@@ -8,13 +8,15 @@ use candle_core::{DType, Tensor};
 use crate::comm::{HostOp, Phase, Tag};
 use crate::device::cuda::{CudaBackend, CudaWork, Steps};
 use crate::device::{Slice, Stream, TensorDevice};
-use crate::engine::config::{GradientScaling, NonFinite};
+use crate::engine::api::config::{GradientScaling, NonFinite};
+use crate::engine::api::fsdp::Fsdp;
 use crate::engine::core::Engine;
-use crate::engine::fsdp::Fsdp;
-use crate::engine::optimizer::{DueStep, ShardedOptimizer};
+use crate::engine::ctx::Ctx;
+use crate::engine::ids::{BucketId, Table, UnitId};
+use crate::engine::optim::sharded::{DueStep, ShardedOptimizer};
+use crate::engine::schedule::{Change, Streams};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
-use crate::pipeline::Change;
 
 /// A training step that the device does again by itself: every kernel, copy and collective of forward, backward and
 /// optimizer, in one launch. Made by [`ShardedOptimizer::capture`].
@@ -27,11 +29,11 @@ pub struct StepGraph {
     work: CudaWork,
     engine: Arc<Engine>,
     /// The optimizer's state, which the graph updates.
-    states: Vec<Vec<Slice>>,
+    states: Table<BucketId, Vec<Slice>>,
     /// One element, of f32.
     loss: Tensor,
     /// The units that have gradients in the step.
-    with_gradient: Vec<bool>,
+    with_gradient: Table<UnitId, bool>,
     /// That of the capture: candle keeps shapes and strides on the device for each thread.
     thread: ThreadId,
 }
@@ -63,31 +65,30 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         mut step: impl FnMut(&Fsdp<M>) -> Result<Tensor>,
     ) -> Result<StepGraph> {
         let engine = model.engine().clone();
-        self.check(&engine)?;
-        let backend = self.capturable(&engine)?;
+        let ctx = &engine.ctx;
+        self.check(ctx)?;
+        let backend = self.capturable(ctx)?;
         // Small uploads of candle's kernels, dims and strides, are kept on the device from here on.
         let tensors = backend.tensors_on_cuda();
         let _kept = tensors.enable_cuda_graph_htod_cache();
-        let loss = Tensor::zeros(1, DType::F32, engine.backend.tensors())?;
+        let loss = Tensor::zeros(1, DType::F32, ctx.backend.tensors())?;
         for _ in 0..2 {
             // As in the captured step: the kernels that it launches have to be loaded before.
             loss.slice_set(&step(model)?.to_dtype(DType::F32)?.reshape(1)?, 0, 0)?;
             self.step(model)?;
         }
-        let sides = engine.side_streams();
-        for stream in sides.iter().chain([&engine.streams.compute]) {
+        let sides = side_streams(&engine);
+        for stream in sides.iter().chain([&ctx.resources.streams.compute]) {
             stream.record().synchronize()?;
         }
-        let counts = (self.step_counts(), engine.state.lock().step);
+        let counts = (self.step_counts(), engine.step().number);
         let mut with_gradient = Vec::new();
         let steps = CapturedSteps::begin(backend);
         let captured = backend.stream().capture(&sides, || -> Result<()> {
             let found = step(model)?;
             loss.slice_set(&found.to_dtype(DType::F32)?.reshape(1)?, 0, 0)?;
             drop(found);
-            let state = engine.state.lock();
-            with_gradient = (0..engine.units.len()).map(|unit| state.reduce.has_gradient(unit)).collect();
-            drop(state);
+            with_gradient = engine.step().with_gradient();
             self.step(model)?;
             Ok(())
         });
@@ -96,7 +97,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let mut failed = [f64::from(u8::from(captured.is_err()))];
         // The step that it was begun in: it is another one where it was captured.
         let told = Tag { unit: "capture of a graph".into(), phase: Phase::Optimizer, step: counts.1 };
-        engine.comm.host_reduce(told, HostOp::Max, &mut failed)?;
+        ctx.comm.host_reduce(told, HostOp::Max, &mut failed)?;
         let captured = match captured {
             Ok(_) if failed != [0.0] => Err(Error::Usage("it failed on another rank".into())),
             captured => captured,
@@ -105,17 +106,18 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             Ok(((), work)) => work,
             Err(error) => {
                 self.set_step_counts(counts.0);
-                engine.state.lock().step = counts.1;
-                engine.reset_step()?;
+                let mut step = engine.step();
+                step.number = counts.1;
+                step.abort(ctx)?;
                 return Err(Error::Usage(format!("the step cannot be captured as a graph: {error}")));
             }
         };
         let graph = StepGraph {
             work,
             engine: engine.clone(),
-            states: self.states.to_vec(),
+            states: self.states.clone(),
             loss,
-            with_gradient,
+            with_gradient: with_gradient.into(),
             thread: thread::current().id(),
         };
         // SAFETY: the graph holds the model's engine, the states and the loss; the rest is the caller's promise.
@@ -124,13 +126,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// The backend, if what is configured can be captured.
-    fn capturable<'a>(&self, engine: &'a Engine) -> Result<&'a CudaBackend> {
+    fn capturable<'a>(&self, ctx: &'a Ctx) -> Result<&'a CudaBackend> {
         let refuse = |why: &str| Err(Error::Config(format!("a step cannot be captured as a graph: {why}")));
-        let Some(backend) = engine.backend.as_any().downcast_ref::<CudaBackend>() else {
+        let Some(backend) = ctx.backend.as_any().downcast_ref::<CudaBackend>() else {
             return refuse("the model is not on a CUDA device (see `OnDevice::on`)");
         };
-        let config = &engine.config;
-        if engine.comm.size() > 1 && engine.comm.shares_a_process() {
+        let config = &ctx.config;
+        if ctx.comm.size() > 1 && ctx.comm.shares_a_process() {
             return refuse(
                 "its ranks share a device, and wait for each other's streams: give each rank its own",
             );
@@ -182,14 +184,16 @@ impl StepGraph {
             let message = "a graph is launched by the thread that captured it: this is another one";
             return Err(Error::Usage(message.into()));
         }
-        optimizer.check(engine)?;
-        let backend = optimizer.capturable(engine)?;
-        let addresses =
-            |states: &[Vec<Slice>]| states.iter().flatten().map(Slice::as_ptr).collect::<Vec<_>>();
+        let ctx = &engine.ctx;
+        optimizer.check(ctx)?;
+        let backend = optimizer.capturable(ctx)?;
+        let addresses = |states: &Table<BucketId, Vec<Slice>>| {
+            states.iter().flatten().map(Slice::as_ptr).collect::<Vec<_>>()
+        };
         if addresses(&self.states) != addresses(&optimizer.states) {
             return Err(Error::Usage("this graph was captured with another optimizer".into()));
         }
-        if engine.state.lock().received.contains(&true) {
+        if engine.step().gradients.received.iter().any(|received| *received) {
             return Err(Error::Usage(
                 "a step has begun: step the optimizer, or forget its gradients with `reset_step`, before a graph is \
                  launched"
@@ -197,23 +201,26 @@ impl StepGraph {
             ));
         }
         engine.settle_intact()?;
-        if engine.comm.size() > 1 {
-            engine.comm.host_barrier(engine.tag("launch of a graph", Phase::Optimizer))?;
+        if ctx.comm.size() > 1 {
+            let tag = engine.step().tag("launch of a graph", Phase::Optimizer);
+            ctx.comm.host_barrier(tag)?;
         }
         optimizer.count_step();
         let at = StepInfo { step: optimizer.steps(), grad_scale: 1.0 };
-        let due = replayed(engine, at, self.with_gradient.clone());
+        let span = ctx.begin_span("optimizer", &"optimizer".into());
+        let due = DueStep { at, with_gradient: self.with_gradient.clone(), span };
         optimizer.count_units(&due);
-        optimizer.note(&due);
+        optimizer.note(ctx, &mut engine.step(), &due);
         backend.set_steps(Steps::Replayed);
-        let written = optimizer.update(engine, &due);
+        let written = optimizer.update(ctx, &due);
         backend.set_steps(Steps::Taken);
         written?;
         // SAFETY: the model and the optimizer are those of the capture, borrowed mutably, and everything of the model that was
         // under way is over (`settle`); the rest is the promise that the graph was captured with.
         unsafe { self.run(backend)? };
-        engine.weights_changed(Change::Step)?;
-        engine.state.lock().step += 1;
+        let step = &mut *engine.step();
+        step.weights_changed(ctx, Change::Step)?;
+        step.number += 1;
         Ok(self.loss.reshape(())?)
     }
 
@@ -256,16 +263,8 @@ fn has_kernels<O: Optimizer>(optimizer: &ShardedOptimizer<O>) -> bool {
     optimizer.rule.kernel_update(at, true, Default::default()).is_some()
 }
 
-/// A step that is in a graph.
-fn replayed(engine: &Arc<Engine>, at: StepInfo, with_gradient: Vec<bool>) -> DueStep {
-    let span = engine.begin_span("optimizer", &"optimizer".into());
-    DueStep { engine: engine.clone(), at, with_gradient, span }
-}
-
-impl Engine {
-    /// All streams beside the compute stream.
-    fn side_streams(&self) -> Vec<Arc<dyn Stream>> {
-        let outer = self.state.lock().reduce.outer_stream();
-        [self.streams.gather.clone(), self.streams.reduce.clone()].into_iter().chain(outer).collect()
-    }
+/// All streams beside the compute stream.
+fn side_streams(engine: &Engine) -> Vec<Arc<dyn Stream>> {
+    let Streams { gather, reduce, .. } = &engine.ctx.resources.streams;
+    [gather.clone(), reduce.clone()].into_iter().chain(engine.step().reduce.outer_stream()).collect()
 }

@@ -11,9 +11,13 @@ use fsdp_runtime::{buffer, comm, device, layout, spec, trace};
 
 mod memory;
 
+#[allow(dead_code)]
+#[path = "../../../../fsdp-runtime/src/engine/ids.rs"]
+mod ids;
+
 #[allow(dead_code, unused_imports)]
-#[path = "../../../../fsdp-runtime/src/pipeline/mod.rs"]
-mod pipeline;
+#[path = "../../../../fsdp-runtime/src/engine/schedule/mod.rs"]
+mod schedule;
 
 mod check;
 mod failing;
@@ -36,9 +40,9 @@ use fsdp_runtime::device::cuda::{CudaDevice, CudaOptions, KernelImage};
 use fsdp_runtime::launch::{LaunchError, Launcher, World};
 use fsdp_test_fake_cuda::register_fsdp_kernels;
 
-use self::pipeline::Sync;
 use self::place::Shared;
 use self::rank::{Fuse, Rank};
+use self::schedule::Sync;
 use self::setting::{Mode, Setting, Update, Use};
 use self::spec::{Dtype, Strategy};
 

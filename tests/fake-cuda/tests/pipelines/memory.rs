@@ -6,3 +6,7 @@ pub(crate) use fsdp_runtime::memory::{Account, Category};
 mod pool;
 
 pub(crate) use pool::{Lease, Pool};
+
+/// Stands for the tensors of a unit.
+#[derive(Default)]
+pub(crate) struct Aliases;

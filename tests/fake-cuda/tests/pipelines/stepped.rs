@@ -2,7 +2,7 @@
 
 use fake_cuda::{Schedule, Session};
 
-use crate::pipeline::Sync;
+use crate::schedule::Sync;
 use crate::setting::Setting;
 use crate::spec::{Dtype, Strategy};
 use crate::{Joined, Run, place, plain};

@@ -6,11 +6,12 @@ use super::setting::{Mode, Setting, UNITS, Update, Use};
 use crate::buffer::{GroupBuffers, Placement};
 use crate::comm::{CommError, Communicator, Phase, Registration};
 use crate::device::{Slice, Stream, cast};
+use crate::ids::{BucketId, Id, ParamId, Table, UnitId};
 use crate::layout::{LayoutOptions, MemoryPlan, ModelLayout, Schedule, ShardAlignment, UnitLayout, UnitSpec};
 use crate::memory::{Account, Category};
-use crate::pipeline::{
-    AllGatherPipeline, Change, GatherOptions, GatherUnit, GradReducePipeline, Moment, Outer, Pass, Prefetch,
-    ReduceOptions, Reshard, Streams, Sync,
+use crate::schedule::{
+    AllGatherPipeline, Change, GatherOptions, GradReducePipeline, Moment, Outer, Pass, Prefetch,
+    ReduceOptions, Reshard, Resources, Streams, Sync, Unit, Units,
 };
 use crate::spec::{Dtype, GroupKey, MixedPrecision, OuterStrategy, ParamSpec, ReshardAfterForward, Strategy};
 use crate::trace::Tracer;
@@ -44,13 +45,12 @@ pub(super) struct Rank<P> {
     setting: Setting,
     rank: usize,
     layout: ModelLayout,
-    account: Account,
-    groups: Vec<GroupBuffers>,
-    streams: Streams,
+    resources: Arc<Resources>,
+    units: Units,
     gather: AllGatherPipeline,
     reduce: GradReducePipeline,
-    /// Of the weights of each group.
-    versions: Vec<usize>,
+    /// Of the weights of each bucket.
+    versions: Table<BucketId, usize>,
     step: u64,
     fuse: Option<Fuse<P>>,
 }
@@ -70,10 +70,10 @@ impl<P> Fuse<P> {
     }
 }
 
-/// Where the gradients of a group go.
+/// Where the gradients of a bucket go.
 struct Target {
-    group: usize,
-    bucket: Slice,
+    bucket: BucketId,
+    slice: Slice,
     fresh: bool,
 }
 
@@ -145,7 +145,7 @@ impl<P: Place> Rank<P> {
             Some(memory) if setting.outer > 1 => account.in_memory(memory),
             _ => account.clone(),
         };
-        let groups: Vec<GroupBuffers> = layout
+        let buckets: Table<BucketId, GroupBuffers> = layout
             .buckets
             .iter()
             .map(|bucket| {
@@ -163,16 +163,23 @@ impl<P: Place> Rank<P> {
             Mode::Within => Reshard::Within(neighbours.clone()),
             Mode::Always | Mode::Mixed => Reshard::Always,
         };
-        let gather_units = layout.units.iter().enumerate().map(|(index, unit)| GatherUnit {
-            path: unit.path.as_str().into(),
-            groups: unit.buckets.clone(),
-            reshard: reshard(index),
-        });
-        let gather = AllGatherPipeline::new(
+        let unit = |unit: &UnitLayout| {
+            let layouts = || unit.buckets.iter().map(|&bucket| &layout.buckets[bucket]);
+            Unit {
+                path: unit.path.as_str().into(),
+                buckets: unit.buckets.iter().copied().map(BucketId::new).collect(),
+                params: layouts()
+                    .flat_map(|layout| &layout.items)
+                    .map(|item| ParamId::new(item.param))
+                    .collect(),
+                numel: layouts().map(|layout| layout.size).sum(),
+                reshard: ReshardAfterForward::Always,
+            }
+        };
+        let units = layout.units.iter().map(unit).collect();
+        let resources = Arc::new(Resources { streams, account, tracer: Tracer::new(false), units, buckets });
+        let (gather, weights) = AllGatherPipeline::new(
             inner.duplicate("gather"),
-            streams.clone(),
-            Tracer::new(false),
-            &account,
             GatherOptions {
                 strategy: setting.strategy,
                 prefetch: Prefetch { forward: setting.prefetch, backward: setting.prefetch },
@@ -183,19 +190,15 @@ impl<P: Place> Rank<P> {
                 split_root: setting.split_root,
                 outer: (setting.outer_strategy == OuterStrategy::Optim).then(|| outer.duplicate("gather")),
             },
-            gather_units.collect(),
-            &groups,
+            &resources,
+            (0..layout.units.len()).map(reshard).collect(),
         );
         let outer_reduction = || -> Result<Outer, CommError> {
             let (comm, stream) = (outer.duplicate("reduce"), place.side("outer-reduce")?);
             Ok(Outer { comm, stream, strategy: setting.outer_strategy })
         };
-        let reduce_units = layout.units.iter().map(|unit| (unit.path.as_str().into(), unit.buckets.clone()));
-        let reduce = GradReducePipeline::new(
+        let (reduce, grads) = GradReducePipeline::new(
             inner.duplicate("reduce"),
-            streams.clone(),
-            Tracer::new(false),
-            &account,
             ReduceOptions {
                 strategy: setting.strategy,
                 wire: setting.wire,
@@ -208,30 +211,17 @@ impl<P: Place> Rank<P> {
                 split_root: setting.split_root,
                 outer: (setting.outer > 1).then(outer_reduction).transpose()?,
             },
-            reduce_units.collect(),
-            &groups,
+            &resources,
         );
-        let versions = vec![0; groups.len()];
-        Ok(Rank {
-            place,
-            setting,
-            rank,
-            layout,
-            account,
-            groups,
-            streams,
-            gather,
-            reduce,
-            versions,
-            step: 0,
-            fuse,
-        })
+        let units = Units::at_rest(weights, grads);
+        let versions = vec![0; layout.buckets.len()].into();
+        Ok(Rank { place, setting, rank, layout, resources, units, gather, reduce, versions, step: 0, fuse })
     }
 
     /// Registers what both pools have.
     pub(super) fn register(&mut self, how: Registration) -> Result<(), CommError> {
-        self.gather.register_pool(&self.groups, how)?;
-        self.reduce.register_pool(&self.groups, how)
+        self.gather.register_pool(&self.units, how)?;
+        self.reduce.register_pool(how)
     }
 
     /// Two steps, and what follows them.
@@ -240,7 +230,7 @@ impl<P: Place> Rank<P> {
         for (index, forward) in self.setting.forwards.into_iter().enumerate() {
             if self.setting.evaluate {
                 self.forward_pass(forward, false)?;
-                self.gather.reset()?;
+                self.gather.reset(&mut self.units)?;
             }
             let cut = self.setting.cut.filter(|_| index == 0);
             let mut microbatches = self.setting.microbatches.iter().enumerate();
@@ -250,11 +240,14 @@ impl<P: Place> Rank<P> {
             if complete {
                 self.finish_gradients(forward)?;
                 self.update(self.setting.updates[index])?;
-                self.reduce.clear();
+                self.reduce.clear(&mut self.units);
                 self.step += 1;
             }
         }
-        for stream in [&self.streams.gather, &self.streams.reduce, &self.streams.compute] {
+        for stream in {
+            let Streams { compute, gather, reduce } = &self.resources.streams;
+            [gather, reduce, compute]
+        } {
             stream.record().synchronize()?;
         }
         self.check_memory();
@@ -307,7 +300,7 @@ impl<P: Place> Rank<P> {
             (Category::GatherPool, plan.gather_pool + gathered),
             (Category::ReducePool, plan.reduce_pool + unreduced),
         ] {
-            let peak = self.account.usage(category).peak as u64;
+            let peak = self.resources.account.usage(category).peak as u64;
             assert!(peak <= most, "{category:?}: {peak} bytes, more than {most}");
         }
     }
@@ -324,11 +317,11 @@ impl<P: Place> Rank<P> {
         if self.setting.evaluate {
             // The root is whole already, and stays so for the backward.
             self.forward_pass(forward, false)?;
-            self.gather.reset()?;
+            self.gather.reset(&mut self.units)?;
         }
         if self.setting.settle {
             self.reduce.finish()?;
-            self.gather.reset()?;
+            self.gather.reset(&mut self.units)?;
         }
         self.gather.backward_order.begin();
         let root = self.open(ROOT)?;
@@ -345,35 +338,37 @@ impl<P: Place> Rank<P> {
             if index == 0 && self.setting.strategy.shards_grads() && sync != Sync::Nothing {
                 // What is complete of the root, as the outer ranks' reduction comes at the end.
                 let moment = self.moment(Phase::Backward);
-                for part in self.reduce.parts(ROOT).into_iter().skip(1) {
-                    self.reduce.reduce_part(&self.groups, part, Sync::Microbatch, moment)?;
+                for part in 1..self.units[UnitId::ROOT].grads.parts.len() {
+                    let (units, sync) = (&mut self.units, Sync::Microbatch);
+                    self.reduce.reduce_part(units, UnitId::ROOT, part, sync, moment)?;
                 }
             }
         }
         self.check_weights(ROOT, &whole_root)?;
-        self.reduce.reduce(&self.groups, ROOT, sync, self.moment(Phase::Backward))?;
+        self.reduce_unit(ROOT, sync)?;
         if sync == Sync::Step {
-            self.reduce.reduce_remaining(&self.groups, self.moment(Phase::Backward))?;
+            self.reduce_remaining(Phase::Backward)?;
         }
         self.gather.backward_order.end();
-        self.gather.release(ROOT)?;
+        self.release(ROOT)?;
         Ok(true)
     }
 
     /// What the engine does when a step is reset in the middle of a backward.
     fn give_up(&mut self) -> Result<(), CommError> {
-        self.reduce.abandon();
-        self.gather.release(ROOT)?;
+        self.reduce.abandon(&mut self.units);
+        self.release(ROOT)?;
         self.reduce.finish()?;
-        self.reduce.clear();
-        self.gather.expect_nothing();
-        self.gather.reset()
+        self.reduce.clear(&mut self.units);
+        self.gather.expect_nothing(&mut self.units);
+        self.gather.reset(&mut self.units)
     }
 
     /// A forward. Returns the root's weights, which stay whole after one of training.
     fn forward_pass(&mut self, forward: &[Use], training: bool) -> Result<Vec<Slice>, CommError> {
         if self.setting.unshard {
-            self.gather.start(&self.groups, forward[0].unit, self.moment(Phase::Forward))?;
+            let (unit, moment) = (UnitId::new(forward[0].unit), self.moment(Phase::Forward));
+            self.gather.start(&mut self.units, unit, moment)?;
         }
         self.gather.forward_order.begin();
         let root = self.acquire(ROOT, Some(Pass::Forward))?;
@@ -383,7 +378,7 @@ impl<P: Place> Rank<P> {
         self.check_weights(ROOT, &root)?;
         self.gather.forward_order.end();
         if !training {
-            self.gather.release(ROOT)?;
+            self.release(ROOT)?;
         }
         Ok(root)
     }
@@ -396,9 +391,9 @@ impl<P: Place> Rank<P> {
         // Gathers of other units were launched meanwhile.
         self.check_weights(at.unit, &full)?;
         if training && pass.is_some() {
-            self.gather.expect_backward(at.unit);
+            self.gather.expect_backward(&mut self.units, UnitId::new(at.unit));
         }
-        self.gather.release(at.unit)
+        self.release(at.unit)
     }
 
     fn backward(
@@ -424,10 +419,10 @@ impl<P: Place> Rank<P> {
         }
         self.add_gradients(targets, microbatch, &mut written[at.unit])?;
         self.check_weights(at.unit, &full)?;
-        self.gather.release(at.unit)?;
+        self.release(at.unit)?;
         pending[at.unit] -= 1;
         if pending[at.unit] == 0 {
-            self.reduce.reduce(&self.groups, at.unit, sync, self.moment(Phase::Backward))?;
+            self.reduce_unit(at.unit, sync)?;
         }
         Ok(())
     }
@@ -445,17 +440,33 @@ impl<P: Place> Rank<P> {
             fuse.uses -= 1;
         }
         let phase = if pass == Some(Pass::Backward) { Phase::Backward } else { Phase::Forward };
-        let full = self.gather.acquire(&self.groups, unit, pass, self.moment(phase))?;
+        let (id, moment) = (UnitId::new(unit), self.moment(phase));
+        self.gather.acquire(&mut self.units, id, pass, moment)?;
+        let full = self.units[id].weights.full().to_vec();
         self.check_weights(unit, &full)?;
         Ok(full)
     }
 
+    fn release(&mut self, unit: usize) -> Result<(), CommError> {
+        self.gather.release(&mut self.units, UnitId::new(unit))
+    }
+
+    fn reduce_unit(&mut self, unit: usize, sync: Sync) -> Result<(), CommError> {
+        let moment = self.moment(Phase::Backward);
+        self.reduce.reduce(&mut self.units, UnitId::new(unit), sync, moment)
+    }
+
+    fn reduce_remaining(&mut self, phase: Phase) -> Result<(), CommError> {
+        let moment = self.moment(phase);
+        self.reduce.reduce_remaining(&mut self.units, moment)
+    }
+
     /// The compute stream reads what was handed out: the unit's present weights.
     fn check_weights(&self, unit: usize, full: &[Slice]) -> Result<(), CommError> {
-        let buckets = &self.layout.units[unit].buckets;
+        let buckets = &self.resources.units[UnitId::new(unit)].buckets;
         assert_eq!(full.len(), buckets.len());
-        for (&group, slice) in buckets.iter().zip(full) {
-            let (rank, version) = (self.rank, self.versions[group]);
+        for (&bucket, slice) in buckets.iter().zip(full) {
+            let (rank, version, group) = (self.rank, self.versions[bucket], bucket.index());
             let check = move |values: &[f32]| {
                 for (element, &value) in values.iter().enumerate() {
                     let expected = weight(group, version, element);
@@ -465,16 +476,21 @@ impl<P: Place> Rank<P> {
                     );
                 }
             };
-            self.place.read(&*self.streams.compute, slice.clone(), Box::new(check))?;
+            self.place.read(&*self.resources.streams.compute, slice.clone(), Box::new(check))?;
         }
         Ok(())
     }
 
     fn open(&mut self, unit: usize) -> Result<Vec<Target>, CommError> {
-        let Rank { reduce, gather, groups, .. } = self;
-        let targets = reduce.open(groups, unit, |other| gather.is_in_use(other))?.into_iter();
-        Ok(targets
-            .map(|target| Target { group: target.group, bucket: target.bucket, fresh: target.fresh })
+        let unit = UnitId::new(unit);
+        self.reduce.open(&mut self.units, unit)?;
+        let parts = &self.units[unit].grads.parts;
+        let buckets = parts.iter().flat_map(|part| part.buckets.iter().map(move |&bucket| (part, bucket)));
+        Ok(buckets
+            .map(|(part, bucket)| {
+                let (slice, fresh) = part.target(bucket).expect("it is open");
+                Target { bucket, slice: slice.clone(), fresh }
+            })
             .collect())
     }
 
@@ -488,16 +504,16 @@ impl<P: Place> Rank<P> {
         let rank = self.rank;
         for target in targets {
             let overwrite = target.fresh && !*written;
-            for item in &self.groups[target.group].layout.items {
+            for item in &self.resources.buckets[target.bucket].layout.items {
                 let elements = item.range();
-                let slice = target.bucket.range(elements.clone());
+                let slice = target.slice.range(elements.clone());
                 let update = move |values: &mut [f32]| {
                     for (value, element) in values.iter_mut().zip(elements) {
                         let new = contribution(rank, microbatch, element);
                         *value = if overwrite { new } else { *value + new };
                     }
                 };
-                self.place.update(&*self.streams.compute, slice, Box::new(update))?;
+                self.place.update(&*self.resources.streams.compute, slice, Box::new(update))?;
             }
         }
         *written = true;
@@ -506,12 +522,13 @@ impl<P: Place> Rank<P> {
 
     /// Before the optimizer's step: all gradients are reduced, and exact.
     fn finish_gradients(&mut self, forward: &[Use]) -> Result<(), CommError> {
-        self.reduce.reduce_remaining(&self.groups, self.moment(Phase::Optimizer))?;
+        self.reduce_remaining(Phase::Optimizer)?;
         self.reduce.finish()?;
-        self.gather.reset()?;
-        for (group, buffers) in self.groups.iter().enumerate() {
+        self.gather.reset(&mut self.units)?;
+        for (bucket, buffers) in self.resources.buckets.entries() {
+            let group = bucket.index();
             let (Some(grads), unit) = (&buffers.main_grad, buffers.layout.key.unit) else { continue };
-            if !self.reduce.has_gradient(unit) {
+            if !self.units[UnitId::new(unit)].grads.has_gradient() {
                 continue;
             }
             let mut uses = usize::from(unit == ROOT);
@@ -536,7 +553,7 @@ impl<P: Place> Rank<P> {
                     assert_eq!(value, expected, "gradient {element} of group {group}");
                 }
             };
-            self.place.read(&*self.streams.compute, slice, Box::new(check))?;
+            self.place.read(&*self.resources.streams.compute, slice, Box::new(check))?;
         }
         Ok(())
     }
@@ -548,18 +565,19 @@ impl<P: Place> Rank<P> {
             Update::LoadUnit(unit) => Some(unit),
             Update::Step | Update::LoadAll => None,
         };
-        for (group, buffers) in self.groups.iter().enumerate() {
+        for (bucket, buffers) in self.resources.buckets.entries() {
+            let group = bucket.index();
             let key = buffers.layout.key;
             if unit.is_some_and(|unit| unit != key.unit) || (update == Update::Step && !key.requires_grad) {
                 continue;
             }
-            self.versions[group] += 1;
+            self.versions[bucket] += 1;
             let range = match update {
                 Update::Step => buffers.owned.clone(),
                 _ if !self.setting.strategy.shards_optim() => buffers.model_weight.held(),
                 _ => buffers.shard.clone(),
             };
-            let (model, version) = (buffers.model_weight.part(range.clone()), self.versions[group]);
+            let (model, version) = (buffers.model_weight.part(range.clone()), self.versions[bucket]);
             let main = buffers.main_weight.as_ref().filter(|_| update == Update::Step);
             let main = main.map(|main| main.part(range.clone()));
             let set = move |values: &mut [f32]| {
@@ -567,15 +585,15 @@ impl<P: Place> Rank<P> {
                     *value = weight(group, version, element);
                 }
             };
-            let compute = &*self.streams.compute;
+            let compute = &*self.resources.streams.compute;
             self.place.update(compute, main.as_ref().unwrap_or(&model).clone(), Box::new(set))?;
             if let Some(main) = main {
                 cast(compute, &main, &model)?;
             }
         }
-        let change = if update == Update::Step { Change::Step } else { Change::Loaded(unit) };
-        self.gather.give_up(change)?;
-        Ok(())
+        let change =
+            if update == Update::Step { Change::Step } else { Change::Loaded(unit.map(UnitId::new)) };
+        self.gather.give_up(&mut self.units, change)
     }
 
     fn moment(&self, phase: Phase) -> Moment {

@@ -1,7 +1,7 @@
 //! What one execution trains, and how: chosen by the checker, the same on all ranks.
 
 use crate::check::{choose, choose_of};
-use crate::pipeline::Sync;
+use crate::schedule::Sync;
 use crate::spec::{Dtype, OuterStrategy, Strategy};
 
 /// A use of a unit in the forward, with the uses of other units inside it.
