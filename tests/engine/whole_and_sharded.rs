@@ -16,9 +16,9 @@ fn units_are_whole_between_the_passes_as_their_mode_says_and_sharded_after() {
     for (mode, double_buffer, between, after) in [
         // The root is whole for its backward. The pool of two holds the last units used.
         (Always, false, &all[..1], &all[..0]),
-        (Always, true, &["", "layers.2", "layers.3"][..], &all[..3]),
+        (Always, true, &["(root)", "layers.2", "layers.3"][..], &all[..3]),
         (Ranks(2), false, &all[..1], &all[..0]),
-        (Ranks(2), true, &["", "layers.2", "layers.3"][..], &all[..3]),
+        (Ranks(2), true, &["(root)", "layers.2", "layers.3"][..], &all[..3]),
         (Never, false, &all[..], &all[..0]),
         (Never, true, &all[..], &all[..]),
     ] {
