@@ -102,7 +102,7 @@ pub(crate) fn report(ctx: &Ctx, step: &mut Step) -> Result<()> {
     if ctx.config.strict_gradients {
         return Err(Error::Usage(message));
     }
-    eprintln!("fsdp: warning: rank {}: {message}", ctx.comm.rank());
+    fsdp_layout::warning::warn(format_args!("rank {}: {message}", ctx.comm.rank()));
     Ok(())
 }
 

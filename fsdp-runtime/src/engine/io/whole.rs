@@ -172,7 +172,7 @@ pub(crate) fn report_missing_gradients(ctx: &Ctx, step: &mut Locked<'_>) -> Resu
         return Err(Error::Usage(message));
     }
     if ctx.comm.rank() == 0 {
-        eprintln!("fsdp: warning: {message}");
+        fsdp_layout::warning::warn(message);
     }
     Ok(())
 }
