@@ -4,6 +4,8 @@
 //! Modules are layers, lowest first; each imports only from those above it in this list. The layers below them are crates:
 //! `fsdp-layout` and `fsdp-comm`, whose modules are here under the names that users know.
 
+#![warn(missing_debug_implementations)]
+
 /// What a parameter is, and the policies by which it is trained.
 pub mod spec {
     pub use fsdp_layout::policy::*;

@@ -45,6 +45,9 @@ pub enum NonFinite {
 }
 
 /// Settings of [`fully_shard_with`](crate::engine::FullyShard::fully_shard_with). The same on all ranks.
+///
+/// Write a configuration as a literal that ends in `..FsdpConfig::default()`: a new setting has a default, so such a literal goes on
+/// compiling. (That is why the struct is not `#[non_exhaustive]`, which forbids literals in other crates.)
 #[derive(Clone, Debug, PartialEq)]
 pub struct FsdpConfig {
     /// What is sharded among the ranks of `dp_shard` (and `cp`, which shares the shards).

@@ -18,6 +18,7 @@ use crate::spec::Dtype;
 /// own shard, and can be read only with a [`Scope`], that is, inside the forward of the unit that owns it. A
 /// clone is the same parameter: a model that holds it twice has tied weights.
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct Param(Arc<Inner>);
 
 #[derive(Debug)]

@@ -154,6 +154,12 @@ pub struct Walker<'v, 'a> {
     fused: Option<OpenFused>,
 }
 
+impl std::fmt::Debug for Walker<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Walker").finish_non_exhaustive()
+    }
+}
+
 impl<'v, 'a> Walker<'v, 'a> {
     /// A walk from the root, whose path is empty.
     pub fn new(visitor: &'v mut dyn Visitor<'a>) -> Self {

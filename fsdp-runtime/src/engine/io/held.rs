@@ -30,6 +30,12 @@ pub struct HeldState {
     pub(crate) pieces: Vec<Held>,
 }
 
+impl std::fmt::Debug for HeldState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeldState").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 /// The steps of an optimizer, as checkpoints keep them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct StepCounts {

@@ -80,6 +80,7 @@ impl UnitCell {
 /// # assert_eq!(layers.len(), 4);
 /// ```
 #[derive(Debug)]
+#[must_use]
 pub struct Unit<T> {
     module: Arc<T>,
     cell: UnitCell,
