@@ -12,7 +12,7 @@ const WIDTHS: [usize; 5] = [5; 5];
 #[test]
 fn units_are_whole_between_the_passes_as_their_mode_says_and_sharded_after() {
     use ReshardAfterForward::{Always, Never, Ranks};
-    let all = ["", "layers.0", "layers.1", "layers.2", "layers.3"];
+    let all = ["(root)", "layers.0", "layers.1", "layers.2", "layers.3"];
     for (mode, double_buffer, between, after) in [
         // The root is whole for its backward. The pool of two holds the last units used.
         (Always, false, &all[..1], &all[..0]),
