@@ -107,13 +107,13 @@ fn ranks_that_do_not_belong_are_refused() {
         (2, 2, "has no rank 2"),
     ];
     for (rank, size, words) in cases {
-        let error = TcpComm::join(&place(rank, size, port), options()).err().expect("an error").to_string();
+        let error = TcpComm::join(&place(rank, size, port), options()).expect_err("an error").to_string();
         assert!(error.contains(words), "{error}");
     }
     let second = TcpComm::join(&place(1, 2, port), options()).expect("it belongs");
     // Whoever comes again learns it, and does no harm.
     for rank in [1, 1, 0] {
-        let again = TcpComm::join(&place(1, 2, port), options()).err().expect("an error");
+        let again = TcpComm::join(&place(1, 2, port), options()).expect_err("an error");
         assert!(matches!(again, CommError::RankFailed { failed: 0, .. }), "{rank}: {again}");
         let again = again.to_string();
         assert!(
@@ -127,7 +127,7 @@ fn ranks_that_do_not_belong_are_refused() {
         assert_eq!(first.host_gather(tag("rank"), vec![0]), Ok(vec![vec![0], vec![1]]));
         second.join().expect("it does not panic").expect("the run goes on");
         // It has left.
-        let again = TcpComm::join(&place(1, 2, port), options()).err().expect("an error").to_string();
+        let again = TcpComm::join(&place(1, 2, port), options()).expect_err("an error").to_string();
         assert!(again.contains("rank 1 has joined already"), "{again}");
     });
     drop(first);
@@ -136,7 +136,7 @@ fn ranks_that_do_not_belong_are_refused() {
 #[test]
 fn ranks_on_several_machines_need_a_secret() {
     let place = Place { address: ("192.0.2.1".to_owned(), 29500), ..place(1, 2, 0) };
-    let error = TcpComm::join(&place, LocalOptions::default()).err().expect("an error").to_string();
+    let error = TcpComm::join(&place, LocalOptions::default()).expect_err("an error").to_string();
     assert!(error.starts_with("rank 1: FSDP_TOKEN is not set: "), "{error}");
 }
 
@@ -144,7 +144,7 @@ fn ranks_on_several_machines_need_a_secret() {
 fn a_rank_0_that_is_not_there_is_named() {
     let port = free_port();
     let options = LocalOptions { timeout: SOON, ..LocalOptions::default() };
-    let error = TcpComm::join(&place(1, 2, port), options).err().expect("an error").to_string();
+    let error = TcpComm::join(&place(1, 2, port), options).expect_err("an error").to_string();
     assert!(error.contains(&format!("rank 0 was not reached at 127.0.0.1:{port} in 1s")), "{error}");
 }
 

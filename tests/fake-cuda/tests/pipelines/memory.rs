@@ -9,4 +9,4 @@ pub(crate) use pool::{Lease, Pool};
 
 /// Stands for the tensors of a unit.
 #[derive(Default)]
-pub(crate) struct Aliases;
+pub(crate) struct Aliases {}
