@@ -75,11 +75,12 @@ fn an_index_that_is_not_that_of_its_files_is_refused() {
     let expected = format!("cannot read `{}`: ", dir.path().join("gone.safetensors").display());
     assert!(message(dir.path()).starts_with(&expected), "{}", message(dir.path()));
     change(dir.path(), |index| index["weight_map"] = json!(["model.norm.weight"]));
-    assert!(
-        message(dir.path()).starts_with(&format!("{start}invalid type: sequence")),
-        "{}",
-        message(dir.path())
-    );
+    let index = dir.path().join(INDEX);
+    let expected = format!("`{}`: weight_map is a list of 1: expected a map of texts", index.display());
+    assert_eq!(message(dir.path()), expected);
+    change(dir.path(), |index| index["weight_map"] = json!({"model.norm.weight": 3}));
+    let expected = format!("`{}`: weight_map holds 3: expected a map of texts", index.display());
+    assert_eq!(message(dir.path()), expected);
 }
 
 #[test]
