@@ -359,7 +359,18 @@ fn names_of_a_file_are_shortened_in_messages() {
 /// Starts a run that would take long, waits until it is in its midst, and sends it these signals.
 #[cfg(unix)]
 fn interrupted(place: &Place, options: &[&str], signals: &[&str]) -> (Output, usize) {
-    interrupted_as(Command::new(program()), place, options, signals)
+    use std::os::unix::process::CommandExt;
+
+    let mut command = Command::new(program());
+    // Tests that are started by `nohup` ignore hangups, and so would what they start.
+    // SAFETY: between fork and exec the child makes one call, which may be made there (signal-safety(7)).
+    unsafe {
+        command.pre_exec(|| match libc::signal(libc::SIGHUP, libc::SIG_DFL) {
+            libc::SIG_ERR => Err(std::io::Error::last_os_error()),
+            _ => Ok(()),
+        });
+    }
+    interrupted_as(command, place, options, signals)
 }
 
 #[cfg(unix)]

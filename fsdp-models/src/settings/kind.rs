@@ -113,7 +113,7 @@ mod tests {
                     (json!(-1), "is -1"),
                     (json!(2.0), "is 2.0"),
                     (json!([]), "is a list of 0"),
-                    (json!(1e30), "is 1e30"),
+                    (json!(1e30), "is 1e+30"),
                 ],
             ),
             (Kind::Number, json!(-0.5), vec![(json!("1"), "is `1`"), (json!(true), "is true")]),
