@@ -40,7 +40,7 @@ impl Half {
     }
 }
 
-/// The same of candle alone: `shift`, then `w`.
+/// The model in plain candle, to compare with: `shift`, then `w`.
 struct Plain([Var; 2]);
 
 impl Plain {

@@ -85,6 +85,6 @@ mod tests {
             Some("layout_properties")
         );
         assert_eq!(test_program("/t/debug/examples/finetune-0123456789abcdef"), None);
-        assert_eq!(test_program("/tmp/rustdoctest/rust_out"), None);
+        assert_eq!(test_program("/t/rustdoctest/rust_out"), None);
     }
 }

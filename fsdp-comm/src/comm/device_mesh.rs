@@ -46,7 +46,7 @@ impl DeviceMesh {
         DeviceMesh::new(&[("dp_shard", 1)], communicator).expect("one rank is a mesh of one rank")
     }
 
-    /// The same ranks, which compute on `backend`; `communicator` joins them there: its collectives take the streams of the
+    /// A mesh of these ranks that computes on `backend`; `communicator` joins them there: its collectives take the streams of the
     /// backend. Nothing is sent.
     ///
     /// # Errors

@@ -68,7 +68,7 @@ impl Kind {
         (!fits).then(|| format!("is {}", value.shown()))
     }
 
-    /// The same of a value of a GGUF file. There are no maps.
+    /// What a value of a GGUF file is, if it is not of this kind. GGUF has no maps.
     pub(super) fn misfit_gguf(self, value: &gguf_file::Value) -> Option<String> {
         use gguf_file::Value as V;
         let whole = match *value {

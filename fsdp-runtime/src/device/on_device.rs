@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// A mesh whose models have their tensors on a device of candle.
 pub trait OnDevice: Sized {
-    /// The same ranks, which compute on `device`: models that are sharded over the mesh have their tensors there, and its
+    /// A mesh of these ranks that computes on `device`: models that are sharded over the mesh have their tensors there, and its
     /// collectives move the data there.
     ///
     /// On [`Device::Cpu`] it is the mesh as it is. On CUDA devices (feature `cuda`) the ranks

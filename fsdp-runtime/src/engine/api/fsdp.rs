@@ -325,8 +325,8 @@ impl<M> Fsdp<M> {
         whole::visit_weights(&self.engine, visit)
     }
 
-    /// The same for the reduced gradients of the present step, before clipping. Parameters of units that have
-    /// none are left out.
+    /// Shows each parameter with its whole reduced gradient of the present step, before clipping. Parameters of units that have
+    /// none are left out. Every rank must call it.
     ///
     /// # Errors
     /// Those of `visit` and of the gathers.
@@ -335,7 +335,8 @@ impl<M> Fsdp<M> {
         whole::visit_gradients(&self.engine, visit)
     }
 
-    /// The same for the parameters of one unit; `(root)` is the root.
+    /// Shows each parameter of one unit with its whole reduced gradient, before clipping; `(root)` is the root. Every rank must
+    /// call it.
     ///
     /// # Errors
     /// If there is no unit of this path, and as for [`Fsdp::visit_gradients`].

@@ -92,14 +92,13 @@ impl<T> Unit<T> {
         Unit { module: Arc::new(module), cell: UnitCell::default() }
     }
 
-    /// The same with its own recomputation mode, whatever the configuration says.
+    /// Sets whether this unit is recomputed in the backward, whatever the configuration says.
     pub fn recompute(mut self, mode: Recompute) -> Unit<T> {
         self.cell.recompute = Some(mode);
         self
     }
 
-    /// The same with its own answer to what becomes of its whole weights between forward and backward, whatever
-    /// the configuration says.
+    /// Sets whether this unit's weights stay whole between its forward and its backward, whatever the configuration says.
     pub fn reshard_after_forward(mut self, mode: ReshardAfterForward) -> Unit<T> {
         self.cell.reshard = Some(mode);
         self
