@@ -165,10 +165,13 @@ impl std::fmt::Display for Registration {
 /// its place in the order when it is called, whatever stream it runs on. Buffers of one launch overlap only where
 /// a part is in place. Every rank of the group must make the same calls in the same order with the same tags
 /// and sizes; if one does not, panics, returns early or is late beyond the time-out, every rank gets a
-/// [`CommError`] that says which. Ranks that are threads get one at once when they wait for each other, or for one that
-/// has returned. That is known of ranks whose own threads, those of [`launch`](crate::launch), call their collectives, on
-/// streams that they have made themselves. Should other threads call some for a rank, let them have communicators that
-/// only they use.
+/// [`CommError`] that says which. Ranks that are threads get it at once if they wait for each other in a cycle, or for a rank
+/// that has returned. For that it must be known what all threads of a rank are doing: the rank's own one, which
+/// [`launch`](crate::launch) has started, and the streams that it has made. Give communicators of their own to other threads.
+///
+/// A communicator that wraps another one passes on every method, those with a default too: the defaults compare nothing,
+/// register nothing, and know no [`Control`]. What [`duplicate`](Communicator::duplicate) and [`split`](Communicator::split)
+/// return has to be wrapped as well.
 ///
 /// # Safety
 /// A collective that is enqueued uses no memory but that of its slices and of [`Communicator::allocate_by`], in the order of

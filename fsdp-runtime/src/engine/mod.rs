@@ -2,8 +2,8 @@
 //!
 //! # One training step, as one rank takes it
 //!
-//! Each line names who does it; the folder is behind it. `Step` is what changes, behind one lock that every public call and
-//! every end of a unit takes once; `Ctx` is what never changes.
+//! Each line names who does it; the folder is behind it. `Step` is what changes, behind one lock that public calls and the
+//! ends of units take for a moment; `Ctx` is what never changes.
 //!
 //! ```text
 //! loss = model.forward(&batch)                          Fsdp::run                            api/fsdp.rs
@@ -32,7 +32,7 @@
 //!     weights are taken back                            Engine::end_unit_backward
 //!     the last backward of the unit closes its sinks    gradients::close
 //!       a unit that was reduced before is stepped       gradients::step_reduced              with `step_in_backward`
-//!       and its bucket is reduced                       GradReducePipeline::reduce           schedule/grad_reduce.rs
+//!       and its buckets are reduced, if due             GradReducePipeline::reduce           schedule/grad_reduce.rs
 //!   parts of the root are reduced where they complete   root_parts                           unit/root_parts.rs
 //!   what is left is reduced                             Engine::end_backward                 core.rs
 //!

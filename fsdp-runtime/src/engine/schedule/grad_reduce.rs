@@ -3,9 +3,11 @@
 //! What is reduced when depends on the [`Sync`] of the microbatch.
 //!
 //! ZeRO-2 and 3: a unit's gradients are written into buckets of a pool, and the reduce-scatter accumulates into the
-//! main-gradient shard. Those of two units, or so many elements, are unreduced at a time, whatever their shapes: before
-//! a unit's are written, the compute stream waits for the reductions that were launched first. ZeRO-0 and 1: gradients are written (or added) straight into the whole
-//! main-gradient buffer, which is reduced in place once, in the last microbatch.
+//! main-gradient shard. The pool has room for the gradients of two units, whatever their shapes, or for a budget of
+//! elements: before a unit's are written, the compute stream waits for the oldest reductions until there is room.
+//!
+//! ZeRO-0 and 1: gradients are written (or added) straight into the whole main-gradient buffer. It is reduced in place once,
+//! in the last microbatch, when the unit has had its backward there.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -347,7 +349,7 @@ impl GradReducePipeline {
 
     fn has_room(&self, units: &Units, in_pool: usize, numel: usize) -> bool {
         if self.queue.iter().any(|reducing| reducing.in_pool == in_pool) {
-            // The root's are reduced still.
+            // Its own gradients of an earlier backward are being reduced.
             return false;
         }
         if !self.pool.is_shared(in_pool) {
@@ -408,7 +410,7 @@ impl GradReducePipeline {
         for (main, bucket) in grads.mains(&self.resources).zip(&wire.slices) {
             cast(&*self.resources.streams.compute, main.data(), bucket)?;
         }
-        let how = (self.options.scale, self.options.strategy == Strategy::NoShard);
+        let how = (self.options.scale, !self.options.strategy.shards_optim());
         let path = &self.resources.units[unit].path;
         grads.reduce_whole(&self.resources, &*self.comm, path, &wire.slices, how, moment)?;
         self.give_back(grads, wire.lease);

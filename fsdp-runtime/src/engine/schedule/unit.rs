@@ -7,7 +7,7 @@ use super::{Grads, Weights};
 use crate::memory::Aliases;
 use crate::spec::ReshardAfterForward;
 
-/// What a unit is; never changes.
+/// What a unit is, which never changes. (`engine::Unit` is the handle that a model has.)
 #[derive(Debug)]
 pub(crate) struct Unit {
     /// Empty for the root.

@@ -2,9 +2,9 @@
 //!
 //! A backward shows after which unit's the last gradient of each bucket has come: that of a head before those of the
 //! units, that of an embedding after them. The next backward reduces the bucket there, among the reductions of the units,
-//! at the latest place that any rank has seen: so all ranks launch the same in the same order. It is known of gradients
-//! that ops write into their [`GradSink`](crate::engine::GradSink); those that candle collects come at the end of the backward, and so
-//! does their bucket.
+//! at the latest place that any rank has seen: so all ranks launch the same in the same order. Only gradients that ops write
+//! into their [`GradSink`](crate::engine::GradSink) come that early. Those that candle collects come at the end of the
+//! backward, and so does the reduction of their bucket.
 //!
 //! A backward may do otherwise than the one before. A gradient that comes after its bucket's reduction is kept, and reduced
 //! on top at the end, by all ranks.
