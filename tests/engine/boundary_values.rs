@@ -411,3 +411,91 @@ fn a_loss_that_is_kept_without_a_backward_holds_nothing_up() {
         });
     }
 }
+
+/// The first rows of its weight, or all of them, as they are.
+#[derive(FsdpUnit)]
+struct Rows {
+    w: Param,
+}
+
+impl Forward<usize> for Rows {
+    fn forward(&self, _: &Tensor, rows: &usize, scope: &Scope<'_>) -> Result<Tensor> {
+        let w = self.w.tensor(scope)?;
+        if *rows == 0 { Ok(w) } else { w.narrow(0, 0, *rows) }
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Positions {
+    rows: Unit<Rows>,
+}
+
+impl Forward<usize> for Positions {
+    fn forward(&self, x: &Tensor, rows: &usize, scope: &Scope<'_>) -> Result<Tensor> {
+        self.rows.forward(x, rows, scope)?.sum_all()
+    }
+}
+
+#[test]
+fn a_weight_that_a_unit_returns_is_there_after_it_in_training_and_in_evaluation() {
+    every_way(|config| {
+        on_ranks(2, |world| {
+            let w = Param::new((3, 2)).with_init(Init::Constant(5.0));
+            let net = Positions { rows: Unit::new(Rows { w }) };
+            let model = net.fully_shard_with(&world.data_parallel_mesh(), config)?;
+            for (rows, sum) in [(0, 30.0), (2, 20.0)] {
+                let evaluated: Tensor = model.evaluate_with(&full(1, 0.0), &rows)?;
+                let trained: Tensor = model.forward_with(&full(1, 0.0), &rows)?;
+                assert_eq!([evaluated.to_scalar::<f32>()?, trained.to_scalar()?], [sum; 2], "{config:?}");
+            }
+            Ok(())
+        });
+    });
+}
+
+/// Tells the strides of its input, as ops may compute by them.
+#[derive(FsdpUnit)]
+struct Strides {
+    w: Param,
+    #[fsdp(skip)]
+    seen: std::sync::Mutex<Vec<bool>>,
+}
+
+impl Forward for Strides {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.seen.lock().unwrap().push(x.is_contiguous());
+        x.broadcast_mul(&self.w.tensor(scope)?)
+    }
+}
+
+#[derive(FsdpUnit)]
+struct Strided {
+    gain: Param,
+    unit: Unit<Strides>,
+}
+
+impl Forward for Strided {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.unit.forward(&x.broadcast_mul(&self.gain.tensor(scope)?)?.t()?, &(), scope)?.sum_all()
+    }
+}
+
+#[test]
+fn a_unit_has_its_input_alike_in_every_run_with_and_without_recomputation() {
+    for recompute in [Recompute::None, Recompute::Unit] {
+        on_ranks(1, |world| {
+            let one = || Param::new(1).with_init(Init::Ones);
+            let unit = Unit::new(Strides { w: one(), seen: Default::default() });
+            let config = FsdpConfig { recompute, ..FsdpConfig::default() };
+            let model =
+                Strided { gain: one(), unit }.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let x = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+            let loss: Tensor = model.forward(&x)?;
+            model.backward(&loss)?;
+            let seen = model.module().unit.seen.lock().unwrap().clone();
+            let runs = if recompute == Recompute::Unit { 2 } else { 1 };
+            assert_eq!(seen, vec![true; runs], "{recompute:?}");
+            Ok(())
+        });
+    }
+}

@@ -66,6 +66,75 @@ fn gradients_are_scaled_as_they_are_and_later_ones_are_not() {
 }
 
 #[test]
+fn factors_that_are_none_in_f32_are_refused_and_nothing_is_scaled() {
+    on_ranks(2, |world| {
+        let model = dot(4).fully_shard(&world.data_parallel_mesh())?;
+        backward(&model, 4, 8.0)?;
+        // Zero times an infinity would be NaN, and what rounds to zero would forget the gradients.
+        for factor in [1e300, -1e39, 1e-300, f64::INFINITY] {
+            let error = model.scale_gradients(factor).unwrap_err().to_string();
+            assert!(error.contains("factor that f32 holds"), "{error}");
+        }
+        assert_eq!(gradients(&model)?[0].1, [8.0; 4]);
+        model.scale_gradients(0.0)?;
+        assert_eq!(gradients(&model)?[0].1, [0.0; 4]);
+        Ok(())
+    });
+}
+
+/// Sums over ranks so far.
+fn reductions(model: &Fsdp<Dots>) -> u64 {
+    let sums = model.traffic().into_iter();
+    let sums = sums.filter(|kind| ["reduce-scatter", "all-reduce"].contains(&kind.operation));
+    sums.map(|kind| kind.counter.calls).sum()
+}
+
+#[test]
+fn guards_of_no_sync_end_in_any_order() {
+    for strategy in [Strategy::OptimGrads, Strategy::OptimGradsParams] {
+        on_ranks(2, |world| {
+            let mut model = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let (first, second) = (model.no_sync(), model.no_sync());
+            drop(first);
+            backward(&model, 3, 1.0)?;
+            drop(second);
+            backward(&model, 3, 2.0)?;
+            backward(&model, 3, 4.0)?;
+            optimizer.step(&mut model)?;
+            // That of the first two microbatches, and that of the third.
+            assert_eq!(reductions(&model), 2, "{strategy}");
+            assert_eq!(weights(&model)?[0].1, [-7.0; 3]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_guard_of_no_sync_counts_before_the_last_microbatch_which_counts_after_it() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model = dot(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+            let guard = model.no_sync();
+            model.set_is_last_microbatch(true);
+            backward(&model, 3, 1.0)?;
+            model.set_is_last_microbatch(false);
+            backward(&model, 3, 2.0)?;
+            drop(guard);
+            backward(&model, 3, 4.0)?;
+            model.set_is_last_microbatch(true);
+            backward(&model, 3, 8.0)?;
+            optimizer.step(&mut model)?;
+            let expected = if strategy.shards_grads() { 2 } else { 1 };
+            assert_eq!(reductions(&model), expected, "{strategy}");
+            assert_eq!(weights(&model)?[0].1, [-15.0; 3], "{strategy}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
 fn a_backward_after_a_call_that_has_reduced_says_which_calls_reduce() {
     for strategy in [Strategy::NoShard, Strategy::Optim] {
         on_ranks(2, |world| {

@@ -228,7 +228,7 @@ impl Engine {
             gradients::close(ctx, step, unit, steps)?;
         }
         root_parts::end(ctx, step)?;
-        if step.sync == Sync::Step {
+        if step.sync() == Sync::Step {
             gradients::reduce_remaining(step, Phase::Backward)?;
         }
         gradients::step_reduced(ctx, step, steps)?;

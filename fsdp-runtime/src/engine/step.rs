@@ -129,8 +129,10 @@ pub(crate) struct Step {
     pub pending: Pending,
     /// Training forwards that ran no unit, which would notice their backward.
     pub unitless: Unitless,
-    /// What is reduced after the next backward.
-    pub sync: Sync,
+    /// The next backward is the last of its step, as the program has said.
+    last_microbatch: bool,
+    /// Guards of `no_sync` that are alive.
+    unsynced: usize,
     /// A microbatch was run that reduces nothing.
     pub kept_gradients: bool,
     /// Training forwards since the last optimizer step.
@@ -174,7 +176,8 @@ impl Step {
             gradients: Gradients::none(ctx.params.len()),
             pending: Pending::default(),
             unitless: Unitless::default(),
-            sync: Sync::Step,
+            last_microbatch: true,
+            unsynced: 0,
             kept_gradients: false,
             forwards: 0,
             first_sample: None,
@@ -311,15 +314,36 @@ impl Step {
         self.note(ctx);
     }
 
-    /// Sets what is reduced after the next backward.
-    pub(crate) fn set_sync(&mut self, ctx: &Ctx, sync: Sync) {
-        self.sync = sync;
+    /// What is reduced after the next backward.
+    pub(crate) fn sync(&self) -> Sync {
+        match (self.unsynced, self.last_microbatch) {
+            (1.., _) => Sync::Nothing,
+            (0, false) => Sync::Microbatch,
+            (0, true) => Sync::Step,
+        }
+    }
+
+    /// Sets whether the next backward is the last of its step, where no guard keeps it from reducing.
+    pub(crate) fn set_last_microbatch(&mut self, ctx: &Ctx, last: bool) {
+        self.last_microbatch = last;
+        self.note(ctx);
+    }
+
+    /// From now on backwards reduce nothing, until [`Self::end_no_sync`] was called as often.
+    pub(crate) fn begin_no_sync(&mut self, ctx: &Ctx) {
+        self.unsynced += 1;
+        self.kept_gradients = true;
+        self.note(ctx);
+    }
+
+    pub(crate) fn end_no_sync(&mut self, ctx: &Ctx) {
+        self.unsynced -= 1;
         self.note(ctx);
     }
 
     /// To be called when anything of it has changed.
     pub(crate) fn note(&self, ctx: &Ctx) {
-        let microbatch = match self.sync {
+        let microbatch = match self.sync() {
             Sync::Step => "the last microbatch",
             Sync::Microbatch => "a microbatch that is not the last",
             Sync::Nothing => "a microbatch under `no_sync`",

@@ -56,7 +56,9 @@ impl AtomicFile {
             Ok(_) => fs::canonicalize(target).map_err(FileError::on("write", target))?,
             Err(_) => target.to_path_buf(),
         };
-        let Some(name) = target.file_name() else {
+        // `a/` has the file name `a`, and no file can be put there.
+        let is_directory = target.as_os_str().as_encoded_bytes().ends_with(b"/");
+        let Some(name) = target.file_name().filter(|_| !is_directory) else {
             let source = io::Error::new(io::ErrorKind::InvalidInput, "it has no file name");
             return Err(FileError { action: "write", path: target, source });
         };
@@ -127,6 +129,16 @@ mod tests {
         let mut names: Vec<String> = names.collect();
         names.sort();
         names
+    }
+
+    #[test]
+    fn a_name_of_a_directory_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["out.svg/", ".."] {
+            let target = dir.path().join(name);
+            assert!(AtomicFile::create(&target).is_err(), "{name}");
+        }
+        assert_eq!(entries(dir.path()), [""; 0]);
     }
 
     #[test]

@@ -6,6 +6,6 @@ mod pool;
 
 pub use account::{Account, Category, Usage};
 pub(crate) use alias::{
-    Aliases, Fault, TOMBSTONE, Thoroughness, Variable, candle_dtype, copy_out, names_tombstone,
+    Aliases, Fault, TOMBSTONE, Thoroughness, Variable, candle_dtype, copy_out, names_tombstone, share_storage,
 };
 pub(crate) use pool::{Lease, Pool};

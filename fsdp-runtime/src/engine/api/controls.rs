@@ -35,12 +35,15 @@ impl<M> Fsdp<M> {
     /// scaled. A norm is that of the scaled gradients, and a factor that clipping has found stays.
     ///
     /// # Errors
-    /// If `factor` is not finite, gradients are stepped in the backward
+    /// If f32 has no such `factor` (it is not finite there, or becomes 0), gradients are stepped in the backward
     /// ([`FsdpConfig::step_in_backward`](crate::engine::FsdpConfig::step_in_backward)), and those of the reductions.
     pub fn scale_gradients(&self, factor: f64) -> Result<()> {
         let engine = self.engine();
-        if !factor.is_finite() {
-            return Err(Error::Config(format!("gradients are scaled by a finite factor, not by {factor}")));
+        let narrow = factor as f32;
+        if !narrow.is_finite() || (narrow == 0.0 && factor != 0.0) {
+            return Err(Error::Config(format!(
+                "gradients are scaled by a finite factor that f32 holds, not by {factor}"
+            )));
         }
         let (ctx, step) = (&engine.ctx, &mut engine.step());
         in_backward::refuse(ctx, "scaling gradients")?;

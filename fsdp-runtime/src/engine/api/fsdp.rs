@@ -20,7 +20,7 @@ use crate::engine::ids::UnitId;
 use crate::engine::io::load;
 use crate::engine::io::whole;
 use crate::engine::optim::in_backward;
-use crate::engine::schedule::{Prefetch, Sync};
+use crate::engine::schedule::Prefetch;
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::spec::{ParamSpec, Strategy};
@@ -200,22 +200,19 @@ impl<M> Fsdp<M> {
     /// Whether the next backward is the last of its optimizer step (the default). ZeRO-2 and 3 reduce among the
     /// inner ranks in every microbatch, ZeRO-0 and 1 only in the last; the outer ranks' reduction is in the last.
     pub fn set_is_last_microbatch(&self, last: bool) {
-        let sync = if last { Sync::Step } else { Sync::Microbatch };
-        self.engine.step().set_sync(&self.engine.ctx, sync);
+        self.engine.step().set_last_microbatch(&self.engine.ctx, last);
     }
 
     /// Until the guard is dropped, backwards reduce nothing: whole gradients stay on the rank, and the next
-    /// backward adds to them. Afterwards it is as before.
+    /// backward adds to them. Of several guards, the last that is dropped counts. Afterwards
+    /// [`Fsdp::set_is_last_microbatch`] counts again, as it was called last, before the guard or under it.
     ///
     /// Under ZeRO-2 and 3 that takes memory for the whole gradients of every unit, in the reduction's dtype, in which they
     /// are added up, until they are reduced; ZeRO-0 and 1 hold them whole anyway. Where that is too much, use
     /// [`Fsdp::set_is_last_microbatch`].
     pub fn no_sync(&self) -> NoSync<'_> {
-        let mut step = self.engine.step();
-        step.kept_gradients = true;
-        let before = step.sync;
-        step.set_sync(&self.engine.ctx, Sync::Nothing);
-        NoSync { engine: &self.engine, before }
+        self.engine.step().begin_no_sync(&self.engine.ctx);
+        NoSync { engine: &self.engine }
     }
 
     /// Sets how many units are gathered ahead of the present one, in forwards and in backwards, as far as a
@@ -355,12 +352,11 @@ impl<M> Fsdp<M> {
 #[must_use = "synchronisation is as before as soon as this is dropped"]
 pub struct NoSync<'a> {
     engine: &'a Engine,
-    before: Sync,
 }
 
 impl Drop for NoSync<'_> {
     fn drop(&mut self) {
-        self.engine.step().set_sync(&self.engine.ctx, self.before);
+        self.engine.step().end_no_sync(&self.engine.ctx);
     }
 }
 

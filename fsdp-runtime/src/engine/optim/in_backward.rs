@@ -67,7 +67,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let first = self.is_new();
         {
             let step = &mut engine.step();
-            if step.sync != Sync::Step {
+            if step.sync() != Sync::Step {
                 return Err(Error::Usage(
                     "`backward_and_step` ends a step with every backward: gradients cannot be accumulated over \
                      microbatches"

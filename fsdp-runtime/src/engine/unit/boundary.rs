@@ -21,6 +21,7 @@ use crate::engine::api::scope::{Frame, Scope};
 use crate::engine::core::{Engine, UnitGuard};
 use crate::engine::ids::UnitId;
 use crate::engine::io::buffers::{BufferValues, buffer_values};
+use crate::memory::share_storage;
 use crate::random::RandomKey;
 
 pub(super) fn cast_floats<T: Tensors>(tensors: &T, to: Option<DType>) -> Result<T> {
@@ -114,6 +115,19 @@ where
         }
         ctx.end_span(span);
         Ok((output, frame.borrowed.into_inner()))
+    }
+
+    /// The output, in memory of its own if it is a weight of the unit or a view of one: that memory is about to be taken back.
+    pub(super) fn outlasting(&self, output: O) -> Result<O> {
+        let (packed, shapes) = output.pack()?;
+        let ctx = &self.engine.ctx;
+        let mut weights = ctx.unit(self.unit).params.iter().map(|&param| ctx.params[param].variable.tensor());
+        let packed = match weights.any(|weight| share_storage(weight, &packed)) {
+            true if packed.elem_count() == 0 => packed.zeros_like()?,
+            true => packed.force_contiguous()?,
+            false => packed,
+        };
+        O::unpack(&packed, &shapes)
     }
 
     /// Runs the module on a detached input and keeps the graph.

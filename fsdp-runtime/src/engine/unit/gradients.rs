@@ -98,8 +98,8 @@ pub(crate) fn close(
     }
     step_reduced(ctx, step, steps)?;
     let step = &mut **step;
-    let moment = step.moment(Phase::Backward);
-    step.reduce.reduce(&mut step.units, unit, step.sync, moment)?;
+    let (moment, sync) = (step.moment(Phase::Backward), step.sync());
+    step.reduce.reduce(&mut step.units, unit, sync, moment)?;
     if unit == UnitId::ROOT { Ok(()) } else { root_parts::reduce_due(ctx, step) }
 }
 

@@ -211,6 +211,7 @@ impl<T> Unit<T> {
                 None => run.forward(&guard, input, false, "forward")?,
                 to => run.forward(&guard, &cast_floats(input, to)?, false, "forward")?,
             };
+            let output = run.outlasting(output)?;
             guard.leave().map_err(|error| engine.note_failure(error))?;
             return if casts.output.is_none() { Ok(output) } else { cast_floats(&output, casts.output) };
         }
@@ -224,8 +225,10 @@ impl<T> Unit<T> {
             }
             Recompute::Unit => {
                 let buffers = buffer_values(&engine.ctx, &mut engine.step())?;
-                let (output, _) =
-                    run.forward(&guard, &I::unpack(&packed.detach(), &shapes)?, false, "forward")?;
+                // As in the graph that the backward makes, whose leaf is contiguous: strides decide how candle computes.
+                let leaf = packed.detach();
+                let leaf = if packed.track_op() { leaf.contiguous()? } else { leaf };
+                let (output, _) = run.forward(&guard, &I::unpack(&leaf, &shapes)?, false, "forward")?;
                 let (output, output_shapes) = output.pack()?;
                 let value = copy_out(&output)?;
                 let shape = output.shape().clone();

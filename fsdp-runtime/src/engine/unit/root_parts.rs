@@ -64,7 +64,7 @@ fn follows(ctx: &Ctx, step: &Step) -> bool {
     // A step in the backward would change weights that are whole still.
     ctx.config.strategy.shards_grads()
         && !ctx.config.step_in_backward
-        && step.sync != Sync::Nothing
+        && step.sync() != Sync::Nothing
         && step.root_order.due.len() > 1
 }
 

@@ -4,7 +4,7 @@
 //! A weight that was changed in place stays refused, whatever the strategy, until the weights are loaded. A tensor whose
 //! storage is guarded keeps its memory, and its unit is stuck, until the guard is gone.
 
-use crate::comm::Phase;
+use crate::comm::{Phase, step_words};
 use crate::engine::ctx::Ctx;
 use crate::engine::ids::{Id, ParamId, UnitId};
 use crate::engine::schedule::{Moment, Pass};
@@ -175,7 +175,7 @@ pub(crate) fn take_back_stuck(ctx: &Ctx, step: &mut Step) {
 /// Words for what a program has done to the tensor of a parameter.
 fn storage_error(ctx: &Ctx, step: u64, param: ParamId, fault: Fault) -> Error {
     let (rank, unit) = (ctx.comm.rank(), ctx.unit_name(ctx.unit_of(param)));
-    let where_ = format!("of unit `{unit}` (rank {rank}, step {step})");
+    let where_ = format!("of unit `{unit}` (rank {rank}, {})", step_words(step));
     let message = match fault {
         Fault::Guarded => format!(
             "{where_} cannot be unsharded or resharded: a guard of its tensor's `storage_and_layout` is still alive. \

@@ -45,6 +45,11 @@ fn lock_of(tensor: &Tensor) -> &RwLock<Storage> {
     RwLockReadGuard::rwlock(&guard)
 }
 
+/// Whether one is a handle to the memory of the other, or a view of it.
+pub(crate) fn share_storage(one: &Tensor, other: &Tensor) -> bool {
+    std::ptr::eq(lock_of(one), lock_of(other))
+}
+
 /// The permanent tensor of a parameter, a variable of the autograd graph if it is trainable.
 #[derive(Clone, Debug)]
 pub(crate) struct Variable {
