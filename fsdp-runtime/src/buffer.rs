@@ -1,4 +1,4 @@
-//! Flat buffers of one parameter group on one rank: model weights, main weights, main gradients.
+//! Flat buffers of one bucket on one rank: model weights, main weights, main gradients.
 
 use std::ops::Range;
 
@@ -61,7 +61,7 @@ impl DataParallelBuffer {
 
 /// The buffers of one bucket that live as long as the model.
 #[derive(Clone, Debug)]
-pub struct GroupBuffers {
+pub struct BucketBuffers {
     /// Where each parameter is.
     pub layout: BucketLayout,
     /// Elements of this rank's shard.
@@ -70,14 +70,14 @@ pub struct GroupBuffers {
     pub owned: Range<usize>,
     /// Weights in the model dtype: the all-gather's input, or the whole (ZeRO-0 to 2).
     pub model_weight: DataParallelBuffer,
-    /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the group is
+    /// FP32 weights that the optimizer works on; `None` if it works on the model weights, or the bucket is
     /// frozen.
     pub main_weight: Option<DataParallelBuffer>,
     /// Reduced gradients, in the dtype the precision has for them; `None` if frozen, or held only while they are used.
     pub main_grad: Option<DataParallelBuffer>,
 }
 
-impl GroupBuffers {
+impl BucketBuffers {
     /// Allocates what the strategy and the precision ask for, main gradients if `keep_grads`; all zeros.
     ///
     /// # Errors
@@ -118,11 +118,22 @@ impl GroupBuffers {
         let main_grad = (trainable && keep_grads)
             .then(|| allocate(Category::MainGrads, precision.main_grads, sharded(strategy.shards_grads())))
             .transpose()?;
-        Ok(GroupBuffers { layout, shard, owned, model_weight, main_weight, main_grad })
+        Ok(BucketBuffers { layout, shard, owned, model_weight, main_weight, main_grad })
+    }
+
+    /// Which of these elements of the bucket this rank's optimizer updates.
+    pub(crate) fn owned_of(&self, part: &Range<usize>) -> Range<usize> {
+        intersection(part, &self.owned)
     }
 
     /// The buffer the optimizer works on.
     pub fn optimizer_weight(&self) -> &DataParallelBuffer {
         self.main_weight.as_ref().unwrap_or(&self.model_weight)
     }
+}
+
+/// What both ranges have; empty if that is nothing.
+pub(crate) fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
 }

@@ -78,8 +78,8 @@ text("gradients are averaged over the inner ranks only", "engine/build/mod.rs",
      ".factor(ctx.comm.size())", ".factor(if FAULT { ctx.shard_comm.size() } else { ctx.comm.size() })")
 value("a parameter without gradient keeps what its bucket held", "engine/unit/gradients.rs",
       "fill(ctx.compute(), &slice, Fill::Zero)", "{ let _ = slice; Ok(()) }")
-value("a second gradient of a parameter replaces the first", "engine/unit/sink.rs", "open.is_written()", "false", after="let add = ")
-text("a second fused gradient replaces the first", "engine/unit/sink.rs",
+value("a second gradient of a parameter replaces the first", "memory/sink.rs", "open.is_written()", "false", after="let add = ")
+text("a second fused gradient replaces the first", "memory/sink.rs",
      "if open.is_written() { Accumulate::Add }", "if open.is_written() && !FAULT { Accumulate::Add }", after="pub fn accumulate_f32")
 
 # Layout ---------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ value("adamw does not scale gradients", ADAMW, "g[i] * grad_scale", "g[i]")
 text("what is not to decay decays", "optim/sgd.rs", "if segment.decay {", "if segment.decay || FAULT {")
 value("sgd takes plain momentum for nesterov's", "optim/sgd.rs", "g + self.momentum * *b", "*b", after="let update = if self.nesterov { ")
 value("muon does not scale by shape", "optim/muon.rs", "(rows as f64 / cols as f64).max(1.0).sqrt()", "1.0_f64")
-value("an idle unit's steps count", "engine/optim/sharded.rs", "self.unit_steps[unit]", "self.steps", after="let at = StepInfo { step: ")
+value("an idle unit's steps count", "engine/optim/sharded.rs", "self.counts.unit_steps[unit]", "self.counts.steps", after="let at = StepInfo { step: ")
 value("a group's settings are another parameter's", "engine/optim/sharded.rs",
       "*self.groups.of(*param).overrides()", "Default::default()", after="let overrides = ")
 without("the clipping factor lasts beyond its step", "engine/step.rs", "self.factors = Factors::NONE;", after="fn clear")
@@ -210,5 +210,5 @@ text("moments are not restored", RESTORE,
      "self.optimizer.as_ref().filter(|_| fit.optimizer.is_some())", "self.optimizer.as_ref().filter(|_| fit.optimizer.is_some() && !FAULT)")
 text("buffers are not restored", RESTORE, "if !out.buffer(name) && tensor.elem_count() > 0 {", "if !out.buffer(name) && tensor.elem_count() > 0 && !FAULT {")
 without("updates of an average are not restored", RESTORE, "average.set_updates(updates);")
-without("the step counts of an optimizer are not restored", "checkpoint/state.rs", "self.set_step_counts(read.counts(model.0));")
+without("the step counts of an optimizer are not restored", "checkpoint/state.rs", "self.counts = read.counts(model.0);")
 value("every part is saved at the tensor's start", "checkpoint/contents.rs", "(piece.elements.start, piece.elements.len())", "(0, piece.elements.len())")

@@ -5,9 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::comm::{Communicator, Phase, Tag, panic_text};
-use crate::engine::{Engine, Turn, Turns};
+use crate::engine::Engine;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::FileLocks;
+use crate::files::{Turn, Turns};
 
 /// A group that saves or loads together.
 #[derive(Clone)]

@@ -11,14 +11,13 @@ use super::agree::Group;
 use super::description::ModelDescription;
 use super::expected::frozen_tensors;
 use super::finite::is_finite;
+use super::held::{self, Held, HeldState, saved_dtype, saved_weights};
 use super::index::{StoredDtype, Writer};
 use super::state::{ModelRef, OptimizerState};
 use crate::device::Slice;
-use crate::engine::{
-    Ema, Engine, Fsdp, FsdpUnit, Held, HeldState, buffer_list, read_buffer, saved_dtype, saved_weights,
-};
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, buffer_list};
 use crate::error::{CheckpointError, Result};
-use crate::memory::Category;
+use crate::memory::{Category, tensor_bytes};
 
 /// Section of the weights and buffers.
 pub const MODEL: &str = "model";
@@ -114,7 +113,9 @@ impl<'a> Contents<'a> {
         }
         contents.hold(MODEL, &engine, saved_weights(&engine.ctx));
         for (name, tensor) in buffer_list(model.module()) {
-            match read_buffer(tensor) {
+            match tensor_bytes::stored_dtype(tensor)
+                .and_then(|dtype| Ok((dtype, tensor_bytes::read(tensor)?)))
+            {
                 Err(error) => contents.fail(format!("buffer `{name}`: {error}")),
                 Ok((dtype, bytes)) => {
                     if engine.ctx.comm.rank() == 0 && !bytes.is_empty() {
@@ -208,7 +209,7 @@ impl<'a> Contents<'a> {
             self.fail(error.to_string());
             return self;
         }
-        let state = average.held(&self.engine.ctx);
+        let state = held::average(average, &self.engine.ctx);
         self.add(name.to_owned(), state);
         self.insert(name, average.updates().into());
         self

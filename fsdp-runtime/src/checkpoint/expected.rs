@@ -4,9 +4,11 @@ use std::collections::{HashMap, HashSet};
 
 use candle_core::Tensor;
 
+use super::held::saved_dtype;
 use super::index::{Section, StoredDtype, StoredTensor};
-use crate::engine::{Engine, buffer_dtype, saved_dtype};
+use crate::engine::Engine;
 use crate::files::{DtypeMismatch, Mismatch, ShapeMismatch};
+use crate::memory::tensor_bytes::stored_dtype;
 
 /// A tensor that a model has.
 pub(super) struct Expected {
@@ -67,7 +69,7 @@ pub(super) fn model_tensors(engine: &Engine, buffers: &[(String, &Tensor)]) -> V
         name: name.clone(),
         shape: tensor.dims().to_vec(),
         // One of another dtype cannot be in a checkpoint.
-        dtype: buffer_dtype(tensor).unwrap_or(StoredDtype::U8),
+        dtype: stored_dtype(tensor).unwrap_or(StoredDtype::U8),
         exact: true,
     });
     weights.chain(buffers).collect()

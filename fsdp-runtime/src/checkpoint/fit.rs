@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use super::contents::{MODEL, OPTIMIZER};
 use super::expected::{Expected, frozen_tensors, mismatch, model_tensors};
+use super::held;
 use super::index::{INDEX_FILE, Index, MAX_STEPS, Section, StoredDtype};
 use super::read::Checkpoint;
 use super::restore::Restore;
@@ -118,7 +119,7 @@ impl Restore<'_> {
         }
         for (name, average) in &self.averages {
             average.check(&engine.ctx)?;
-            add(name.clone(), &average.held(&engine.ctx).params)?;
+            add(name.clone(), &held::average(average, &engine.ctx).params)?;
         }
         let stored = &checkpoint.index().tensors;
         let none = Section::new();

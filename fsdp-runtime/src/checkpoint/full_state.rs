@@ -6,15 +6,14 @@ use candle_core::{DType, Device, Tensor};
 
 use super::agree::Group;
 use super::expected::{LeftOut, left_out, mismatch, model_tensors};
+use super::held::saved_dtype;
 use super::index::{Section, StoredTensor};
 use crate::comm::{Phase, Tag};
 use crate::device::update_anywhere;
-use crate::engine::{
-    Fsdp, FsdpUnit, ParamId, Stores, buffer_dtype, buffer_list, overwrite_buffer, read_buffer, saved_dtype,
-};
+use crate::engine::{Fsdp, FsdpUnit, ParamId, Stores, buffer_list};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
-use crate::memory::candle_dtype;
+use crate::memory::{candle_dtype, tensor_bytes};
 use crate::spec::Dtype;
 
 impl<M: FsdpUnit> Fsdp<M> {
@@ -130,8 +129,8 @@ impl<M: FsdpUnit> Fsdp<M> {
         let params = load_params(&stores, &group, state, &left_out);
         group.all_done("the full state", params)?;
         for (name, tensor) in buffers.iter().filter(|(name, _)| !left_out.buffer(name)) {
-            let bytes = group.by_first(name, || read_buffer(&state[name]).map(|(_, bytes)| bytes))?;
-            let loaded = if bytes.is_empty() { Ok(()) } else { overwrite_buffer(tensor, bytes) };
+            let bytes = group.by_first(name, || tensor_bytes::read(&state[name]))?;
+            let loaded = if bytes.is_empty() { Ok(()) } else { tensor_bytes::overwrite(tensor, bytes) };
             group.all_done(name, loaded)?;
         }
         stores.finish()?;
@@ -152,7 +151,7 @@ fn unreadable(error: serde_json::Error) -> Error {
 fn section(state: &BTreeMap<String, Tensor>) -> Result<Vec<u8>> {
     let mut section = Section::new();
     for (name, tensor) in state {
-        let dtype = buffer_dtype(tensor).map_err(|error| param_error(name, &error))?;
+        let dtype = tensor_bytes::stored_dtype(tensor).map_err(|error| param_error(name, &error))?;
         let stored = StoredTensor { dtype, shape: tensor.dims().to_vec(), parts: Vec::new() };
         section.insert(name.clone(), stored);
     }

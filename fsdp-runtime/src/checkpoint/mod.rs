@@ -30,6 +30,7 @@ mod expected;
 mod finite;
 mod fit;
 mod full_state;
+mod held;
 mod index;
 mod open_files;
 mod read;

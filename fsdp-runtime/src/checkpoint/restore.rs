@@ -11,13 +11,15 @@ use super::contents::{MODEL, OPTIMIZER};
 use super::description::ModelDescription;
 use super::expected::left_out;
 use super::fit::Fit;
+use super::held::{self, Held};
 use super::read::Checkpoint;
 use super::state::{ModelRef, OptimizerState};
 use super::store::Checkpoints;
 use crate::device::update_anywhere;
-use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, Held, buffer_list, fill_weights, overwrite_buffer};
+use crate::engine::{Ema, Engine, Fsdp, FsdpUnit, buffer_list, fill_weights};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::Mismatch;
+use crate::memory::tensor_bytes::overwrite;
 use crate::spec::TensorPiece;
 
 /// What a checkpoint is to be restored into. The checkpoint may be of any number of ranks, strategy, mesh and layout:
@@ -212,7 +214,7 @@ impl<'a> Restore<'a> {
         for (name, tensor) in &self.buffers {
             if !out.buffer(name) && tensor.elem_count() > 0 {
                 let bytes = checkpoint.read_bytes(MODEL, name, 0..tensor.elem_count())?;
-                let written = overwrite_buffer(tensor, bytes);
+                let written = overwrite(tensor, bytes);
                 written.map_err(|error| Error::Usage(format!("buffer `{name}`: {error}")))?;
             }
         }
@@ -241,7 +243,7 @@ impl<'a> Restore<'a> {
         }
         for ((name, average), updates) in self.averages.iter().zip(&fit.updates) {
             if updates.is_some() {
-                fill(name, average.held(&engine.ctx).pieces)?;
+                fill(name, held::average(average, &engine.ctx).pieces)?;
             }
         }
         Ok(())

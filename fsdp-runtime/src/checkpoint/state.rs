@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::held::{self, HeldState};
 use super::index::MAX_STEPS;
-use crate::engine::{Engine, HeldState, Id, OwnerOptimizer, ShardedOptimizer, StepCounts, Table, UnitId};
+use crate::engine::{Engine, Id, OwnerOptimizer, ShardedOptimizer, StepCounts, Table, UnitId};
 use crate::error::{Error, Result};
 use crate::files::{brief, said};
 use crate::optim::{Optimizer, OwnerRule};
@@ -87,7 +88,7 @@ struct OptimizerValue {
 
 impl OptimizerValue {
     fn new<O: Optimizer>(engine: &Engine, optimizer: &ShardedOptimizer<O>) -> Self {
-        let StepCounts { steps, unit_steps } = optimizer.step_counts();
+        let StepCounts { steps, unit_steps } = optimizer.counts.clone();
         let params = engine.ctx.layout.params.iter().filter(|spec| spec.key.requires_grad);
         let counts = params.map(|spec| (spec.name.clone(), unit_steps[UnitId::new(spec.key.unit)]));
         OptimizerValue {
@@ -149,7 +150,7 @@ impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
     }
 
     fn states(&self, model: ModelRef<'_>) -> Vec<HeldState> {
-        self.held_states(&model.0.ctx)
+        held::states(self, &model.0.ctx)
     }
 
     fn value(&self, model: ModelRef<'_>) -> Value {
@@ -166,7 +167,7 @@ impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
 
     fn set_value(&mut self, model: ModelRef<'_>, value: &Value) {
         if let Ok(read) = OptimizerValue::read(value, &self.rules()) {
-            self.set_step_counts(read.counts(model.0));
+            self.counts = read.counts(model.0);
             self.set_learning_rate(read.learning_rate);
         }
     }
@@ -174,12 +175,12 @@ impl<O: Optimizer> OptimizerState for ShardedOptimizer<O> {
 
 impl<R: OwnerRule, O: Optimizer> OptimizerState for OwnerOptimizer<R, O> {
     fn check_model(&self, model: ModelRef<'_>) -> Result<()> {
-        self.rest_optimizer().check(&model.0.ctx)
+        self.rest.check(&model.0.ctx)
     }
 
     fn states(&self, model: ModelRef<'_>) -> Vec<HeldState> {
-        let mut states = self.rest_optimizer().held_states(&model.0.ctx);
-        for owned in self.held_owner_states() {
+        let mut states = held::states(&self.rest, &model.0.ctx);
+        for owned in held::owner_states(self) {
             // One section for states of one name.
             match states.iter_mut().find(|state| state.name == owned.name) {
                 Some(state) => {
@@ -196,7 +197,7 @@ impl<R: OwnerRule, O: Optimizer> OptimizerState for OwnerOptimizer<R, O> {
         to_value(OptimizerValue {
             owner_rule: Some(self.rule().name().into()),
             owner_learning_rate: Some(self.rule().learning_rate()),
-            ..OptimizerValue::new(model.0, self.rest_optimizer())
+            ..OptimizerValue::new(model.0, &self.rest)
         })
     }
 
@@ -210,7 +211,7 @@ impl<R: OwnerRule, O: Optimizer> OptimizerState for OwnerOptimizer<R, O> {
 
     fn set_value(&mut self, model: ModelRef<'_>, value: &Value) {
         if let Ok(read) = OptimizerValue::read(value, &self.rules()) {
-            self.rest_optimizer_mut().set_step_counts(read.counts(model.0));
+            self.rest.counts = read.counts(model.0);
             self.set_rest_learning_rate(read.learning_rate);
             if let Some(learning_rate) = read.owner_learning_rate {
                 self.set_learning_rate(learning_rate);

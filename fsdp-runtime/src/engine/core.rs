@@ -8,15 +8,11 @@ use candle_core::Tensor;
 use parking_lot::Mutex;
 
 use crate::comm::{CommError, Phase};
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::UnitId;
 use crate::engine::schedule::{AllGatherPipeline, GradReducePipeline, Sync, Units};
-use crate::engine::step::{Backward, Locked, Running, Step};
-use crate::engine::unit::gradients;
+use crate::engine::step::{Backward, Factors, Running};
 use crate::engine::unit::opened::{DETACHED, StepsUnits};
-use crate::engine::unit::resharded;
-use crate::engine::unit::root_parts;
-use crate::engine::unit::weights;
+use crate::engine::unit::{gradients, resharded, root_parts, weights};
+use crate::engine::{Ctx, Locked, Step, UnitId};
 use crate::error::{Error, Result};
 use crate::memory::names_tombstone;
 use crate::random::RandomKey;
@@ -25,13 +21,25 @@ use crate::random::RandomKey;
 pub(crate) const WEIGHTS_CHANGED: &str = "the weights have changed since the forward of this loss (by an optimizer \
      step or `load_weights`): its gradients would mix old activations with new weights; run the forward again";
 
-/// What to do where a pass seems to be under way, but was cut short.
-const CUT_SHORT: &str = "If that was cut short, as by a panic that was caught, call `model.reset_step()`, and it can be called again";
-
 /// Everything a rank knows of its sharded model, but the user's module.
 pub(crate) struct Engine {
     pub ctx: Ctx,
     step: Mutex<Step>,
+}
+
+impl Step {
+    /// # Errors
+    /// If the model's `pass` cannot begin: another is under way, or a program has changed a weight.
+    fn check_idle(&self, pass: &str) -> Result<()> {
+        self.check_intact()?;
+        if self.is_idle() {
+            return Ok(());
+        }
+        Err(Error::Usage(format!(
+            "the model's {pass} was called inside its own forward or backward. If that was cut short, as by a panic that was \
+             caught, call `model.reset_step()`, and it can be called again"
+        )))
+    }
 }
 
 impl Engine {
@@ -108,21 +116,13 @@ impl Engine {
     pub(crate) fn begin_forward(self: &Arc<Self>) -> Result<(UnitGuard, RandomKey)> {
         resharded::note_thread(self);
         let (ctx, step) = (&self.ctx, &mut *self.step());
-        step.check_intact()?;
-        if !step.is_idle() {
-            return Err(Error::Usage(format!(
-                "the model's forward was called inside its own forward or backward. {CUT_SHORT}"
-            )));
-        }
+        step.check_idle("forward")?;
         step.running = Running::Forward;
         step.failure = None;
         step.gather.forward_order.begin();
         step.unitless.begin();
-        let entered = weights::enter(ctx, step, UnitId::ROOT, Phase::Forward);
-        if let Err(error) = entered {
-            step.running = Running::Nothing;
-            return Err(error);
-        }
+        weights::enter(ctx, step, UnitId::ROOT, Phase::Forward)
+            .inspect_err(|_| step.running = Running::Nothing)?;
         let random = step.random(ctx);
         Ok((UnitGuard::new(self, UnitId::ROOT, step.weights_version), random))
     }
@@ -162,12 +162,7 @@ impl Engine {
     /// If no backward of the whole model can begin, of a loss with a graph or without.
     pub(crate) fn check_backward(&self, loss: &Tensor) -> Result<()> {
         let (ctx, step) = (&self.ctx, self.step());
-        step.check_intact()?;
-        if !step.is_idle() {
-            return Err(Error::Usage(format!(
-                "the model's backward was called inside its own forward or backward. {CUT_SHORT}"
-            )));
-        }
+        step.check_idle("backward")?;
         if step.pending.version.is_some_and(|version| version != step.weights_version) {
             return Err(Error::Usage(WEIGHTS_CHANGED.into()));
         }
@@ -204,13 +199,10 @@ impl Engine {
         step.running = Running::Backward(Backward { reached: false, lent: false, root });
         step.failure = None;
         // A clipping factor is that of the gradients it was computed from.
-        step.gradients.forget_factors();
+        step.gradients.factors = Factors::NONE;
         step.gather.backward_order.begin();
-        let begun = weights::hold_root(ctx, step);
-        if let Err(error) = begun.and_then(|()| gradients::open(ctx, step, UnitId::ROOT)) {
-            step.running = Running::Nothing;
-            return Err(error);
-        }
+        let begun = weights::hold_root(ctx, step).and_then(|()| gradients::open(ctx, step, UnitId::ROOT));
+        begun.inspect_err(|_| step.running = Running::Nothing)?;
         step.gradients.losses.push(loss.detach());
         Ok(())
     }
@@ -248,11 +240,6 @@ impl Engine {
         self.step().abort(&self.ctx)
     }
 
-    /// [`gradients::finish`], of the step that is being taken.
-    pub(crate) fn finish_grad_sync(&self) -> Result<()> {
-        gradients::finish(&self.ctx, &mut self.step())
-    }
-
     pub(crate) fn settle(&self) -> Result<()> {
         weights::settle(&self.ctx, &mut self.step())
     }
@@ -269,23 +256,15 @@ impl Engine {
 /// A unit is unsharded while this lives.
 pub(crate) struct UnitGuard {
     engine: Arc<Engine>,
-    unit: UnitId,
+    pub unit: UnitId,
     /// The version of the weights, to be compared at the backward.
-    weights_version: u64,
+    pub weights_version: u64,
     left: bool,
 }
 
 impl UnitGuard {
     pub(super) fn new(engine: &Arc<Engine>, unit: UnitId, weights_version: u64) -> Self {
         UnitGuard { engine: engine.clone(), unit, weights_version, left: false }
-    }
-
-    pub(crate) fn unit(&self) -> UnitId {
-        self.unit
-    }
-
-    pub(crate) fn weights_version(&self) -> u64 {
-        self.weights_version
     }
 
     /// Leaves the unit unsharded: whoever has called this leaves it.

@@ -1,21 +1,18 @@
 //! What a rank knows of its sharded model and what never changes.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use candle_core::{DType, Tensor};
 
-use crate::buffer::GroupBuffers;
+use crate::buffer::BucketBuffers;
 use crate::comm::{CommError, Communicator, HostOp, Phase, without_rank};
 use crate::device::{Backend, Stream};
-use crate::engine::api::config::FsdpConfig;
-use crate::engine::ids::{BucketId, Id, ParamId, Table, UnitId};
-use crate::engine::io::turns::Turns;
 use crate::engine::schedule::{Resources, Unit};
-use crate::engine::step::Locked;
-use crate::engine::unit::sink::GradSink;
+use crate::engine::{BucketId, FsdpConfig, GradSink, Id, Locked, ParamId, Table, UnitId};
 use crate::error::{Error, Result};
-use crate::files::FileLocks;
+use crate::files::{FileLocks, Turns};
 use crate::layout::{Item, ModelLayout};
 use crate::memory::{Account, Variable, candle_dtype};
 use crate::mesh::Topology;
@@ -112,17 +109,27 @@ impl Ctx {
     }
 
     /// The buffers of a parameter's bucket, and where it is in them.
-    pub(crate) fn place_of(&self, param: ParamId) -> (&GroupBuffers, &Item) {
+    pub(crate) fn place_of(&self, param: ParamId) -> (&BucketBuffers, &Item) {
         let PhysicalParam { bucket, item, .. } = &self.params[param];
         let bucket = &self.resources.buckets[*bucket];
         (bucket, &bucket.layout.items[*item])
     }
 
     /// The buffers of all buckets, of one unit or of all.
-    pub(crate) fn buckets_of(&self, unit: Option<UnitId>) -> impl Iterator<Item = &GroupBuffers> {
-        let is_its =
-            move |bucket: &&GroupBuffers| unit.is_none_or(|unit| bucket.layout.key.unit == unit.index());
-        self.resources.buckets.iter().filter(is_its)
+    pub(crate) fn buckets_of(&self, unit: Option<UnitId>) -> impl Iterator<Item = &BucketBuffers> {
+        let buckets = self.resources.buckets.iter();
+        buckets.filter(move |bucket| unit.is_none_or(|unit| UnitId::of(&bucket.layout) == unit))
+    }
+
+    /// The elements of a bucket that this rank writes to a checkpoint: over all ranks they tile it.
+    pub(crate) fn saved_range(&self, bucket: &BucketBuffers) -> Range<usize> {
+        let layout = &bucket.layout;
+        if layout.outer > 1 {
+            return layout.outer_part(self.shard_comm.rank(), self.outer_comm.rank());
+        }
+        let (shard, outer) = (&bucket.shard, self.outer_comm.size());
+        let at = |index: usize| shard.start + index * shard.len() / outer;
+        at(self.outer_comm.rank())..at(self.outer_comm.rank() + 1)
     }
 
     pub(crate) fn compute(&self) -> &dyn Stream {

@@ -5,6 +5,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
 
+use crate::layout::BucketLayout;
+
 /// A number that names a place in a [`Table`].
 pub(crate) trait Id: Copy {
     fn new(index: usize) -> Self;
@@ -43,6 +45,11 @@ ids! {
 impl UnitId {
     /// The unit of all parameters that are in no other.
     pub(crate) const ROOT: UnitId = UnitId(0);
+
+    /// The unit of a bucket's parameters.
+    pub(crate) fn of(bucket: &BucketLayout) -> UnitId {
+        UnitId(bucket.key.unit)
+    }
 }
 
 /// One value for each unit, bucket or parameter.

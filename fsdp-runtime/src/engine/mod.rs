@@ -27,7 +27,7 @@
 //!     its gradients have a place in a bucket            gradients::open                      unit/gradients.rs
 //!       where there is room for them                    GradReducePipeline::open             schedule/grad_reduce.rs
 //!     candle walks the inner graph: gradients come
-//!       from ops that write them                        GradSink::accumulate_f32             unit/sink.rs
+//!       from ops that write them                        GradSink::accumulate_f32             memory/sink.rs
 //!       from candle                                     gradients::collect
 //!     weights are taken back                            Engine::end_unit_backward
 //!     the last backward of the unit closes its sinks    gradients::close
@@ -74,18 +74,20 @@ pub use build::FullyShard;
 pub use build::constant::{assert_fits, check_tp_field, check_tp_size};
 pub use build::module::{Buffer, FsdpUnit, Fused, Shaped, Tie, Visitor, Walker};
 pub(crate) use build::variants::live_variants;
+pub(crate) use ctx::Ctx;
 #[allow(unused_imports, reason = "empty without the feature `cuda`")]
 pub use cuda::*;
-pub(crate) use ids::{Id, ParamId, Table, UnitId};
-pub(crate) use io::buffers::{buffer_dtype, buffer_list, overwrite_buffer, read_buffer};
+pub(crate) use ids::{BucketId, Id, ParamId, Table, UnitId};
+pub(crate) use io::buffers::buffer_list;
 pub use io::full_params::FullParam;
-pub(crate) use io::held::{Held, HeldState, StepCounts, saved_dtype, saved_weights};
 pub(crate) use io::load::{Stores, fill_weights};
-pub(crate) use io::turns::{Turn, Turns};
 pub use optim::ema::Ema;
 pub use optim::groups::ParamGroups;
-pub use optim::loss_scale::Step;
+pub use optim::loss_scale::ModelOptimizer;
 pub use optim::owner::OwnerOptimizer;
 pub use optim::sharded::ShardedOptimizer;
-pub use unit::sink::GradSink;
+pub(crate) use optim::sharded::StepCounts;
+pub(crate) use step::{Locked, Step};
 pub use unit::{Unit, UnitCell};
+
+pub use crate::memory::sink::GradSink;

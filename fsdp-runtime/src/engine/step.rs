@@ -6,17 +6,14 @@
 use candle_core::Tensor;
 use parking_lot::MutexGuard;
 
-use crate::comm::{CommError, Phase, Tag};
-use crate::engine::api::config::NonFinite;
+use crate::comm::{CommError, Phase, Tag, step_words};
 use crate::engine::api::unitless::Unitless;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{ParamId, Table};
 use crate::engine::io::buffers::BufferValues;
 use crate::engine::optim::tokens::TokenCount;
 use crate::engine::schedule::{AllGatherPipeline, Change, GradReducePipeline, Moment, Prefetch, Sync, Units};
 use crate::engine::unit::root_parts::{RootOrder, RootPass};
-use crate::engine::unit::weights;
-use crate::engine::unit::weights::Spoilt;
+use crate::engine::unit::weights::{self, Spoilt};
+use crate::engine::{Ctx, NonFinite, ParamId, Table, UnitId};
 use crate::error::{Error, Result};
 use crate::random::RandomKey;
 
@@ -76,7 +73,7 @@ pub(crate) struct Factors {
 }
 
 impl Factors {
-    const NONE: Factors = Factors { scale: 1.0, unscale: None, norm: None, non_finite: None };
+    pub(crate) const NONE: Factors = Factors { scale: 1.0, unscale: None, norm: None, non_finite: None };
 }
 
 impl Gradients {
@@ -97,11 +94,6 @@ impl Gradients {
         self.factors = Factors::NONE;
         self.losses.clear();
         self.had_backward = false;
-    }
-
-    /// They change: what was computed from them no longer holds.
-    pub(crate) fn forget_factors(&mut self) {
-        self.factors = Factors::NONE;
     }
 }
 
@@ -303,7 +295,7 @@ impl Step {
     }
 
     /// Of each unit, whether the main gradients hold a contribution of this step.
-    pub(crate) fn with_gradient(&self) -> Vec<bool> {
+    pub(crate) fn with_gradient(&self) -> Table<UnitId, bool> {
         self.units.iter().map(|unit| unit.grads.has_gradient()).collect()
     }
 
@@ -312,6 +304,11 @@ impl Step {
     pub(crate) fn note_event(&mut self, ctx: &Ctx, event: String) {
         self.event = event;
         self.note(ctx);
+    }
+
+    /// [`Step::note_event`] of what was done in this step.
+    pub(crate) fn note_change(&mut self, ctx: &Ctx, what: impl std::fmt::Display) {
+        self.note_event(ctx, format!("after {what} in {}", step_words(self.number)));
     }
 
     /// What is reduced after the next backward.

@@ -8,6 +8,7 @@ mod mismatch;
 mod open;
 mod positioned;
 mod reader;
+mod turns;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -23,6 +24,7 @@ pub(crate) use open::open_no_link;
 pub use open::{open, open_to_write, read, read_to_string};
 pub use positioned::PositionedFile;
 pub use reader::TensorFile;
+pub(crate) use turns::{Turn, Turns};
 pub use writer::{TensorFileWriter, save_bf16, save_f32};
 
 /// A failed operation on one file or directory.

@@ -1,8 +1,10 @@
-//! Byte accounting, pools of flat buffers, and the one place where tensor storage is swapped.
+//! Byte accounting, pools of flat buffers, the bytes of tensors, gradients' places, and where tensor storage is swapped.
 
 mod account;
 mod alias;
 mod pool;
+pub(crate) mod sink;
+pub(crate) mod tensor_bytes;
 
 pub use account::{Account, Category, Usage};
 pub(crate) use alias::{

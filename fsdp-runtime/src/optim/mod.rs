@@ -22,6 +22,7 @@ pub use kernels::{AdamWRun, AdamWScalars, Kernels};
 pub use loss_scale::{LossScaler, LossScalerState};
 pub use muon::Muon;
 pub use norm::{clip_scale, squared_norm};
+pub(crate) use owner::choose_owners;
 pub use owner::{OwnerFn, OwnerRule, WholeParam};
 pub use schedule::CosineSchedule;
 pub use sgd::Sgd;

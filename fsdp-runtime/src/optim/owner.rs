@@ -1,6 +1,7 @@
 //! Rules that need a parameter whole.
 
 use super::{OptimError, Overrides};
+use crate::layout::ModelLayout;
 use crate::spec::ParamSpec;
 
 /// A whole parameter, as its owner updates it. All slices are row-major and have [`ParamSpec::numel`] elements.
@@ -180,5 +181,78 @@ where
     /// All are in range: the function sees them.
     fn check_overrides(&self, overrides: &Overrides) -> Result<(), OptimError> {
         overrides.validate(self.name())
+    }
+}
+
+/// An owner for each parameter, by its number in the layout, that has a cost: bucket by bucket, the dearest parameter first, to the rank that
+/// has the least work in the bucket, then overall.
+pub(crate) fn choose_owners(
+    layout: &ModelLayout,
+    ranks: usize,
+    cost: impl Fn(usize) -> Option<u64>,
+) -> Vec<Option<usize>> {
+    let mut owners = vec![None; layout.params.len()];
+    let mut total = vec![0u64; ranks];
+    for bucket in &layout.buckets {
+        let params = bucket.items.iter().map(|item| item.param);
+        let mut wanted: Vec<(u64, usize)> = params.filter_map(|param| Some((cost(param)?, param))).collect();
+        wanted.sort_by_key(|&(cost, param)| (std::cmp::Reverse(cost), param));
+        let mut load = vec![0u64; ranks];
+        for (cost, param) in wanted {
+            let owner = (0..ranks).min_by_key(|&rank| (load[rank], total[rank], rank)).expect("a rank");
+            load[owner] = load[owner].saturating_add(cost);
+            total[owner] = total[owner].saturating_add(cost);
+            owners[param] = Some(owner);
+        }
+    }
+    owners
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{LayoutOptions, ShardAlignment, UnitSpec};
+    use crate::spec::{Dtype, GroupKey, ParamSpec};
+
+    fn layout(units: &[&[usize]], ranks: usize) -> ModelLayout {
+        let spec = |unit: usize, index: usize, n: usize| ParamSpec {
+            name: format!("{unit}.{index}"),
+            shape: vec![n],
+            key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit },
+            no_decay: false,
+            tp: None,
+            tp_parts: 1,
+            shared: false,
+            aliases: Vec::new(),
+            fused: Vec::new(),
+        };
+        let of_unit = |(unit, params): (usize, &&[usize])| {
+            params.iter().enumerate().map(|(index, &n)| spec(unit, index, n)).collect::<Vec<_>>()
+        };
+        let params = units.iter().enumerate().flat_map(of_unit).collect();
+        let names: Vec<UnitSpec> = (0..units.len()).map(|unit| UnitSpec::new(unit.to_string())).collect();
+        let options =
+            LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
+        ModelLayout::build(params, &names, &options).unwrap()
+    }
+
+    fn owners(units: &[&[usize]], ranks: usize) -> Vec<Option<usize>> {
+        let layout = layout(units, ranks);
+        choose_owners(&layout, ranks, |param| Some(layout.params[param].numel() as u64))
+    }
+
+    #[test]
+    fn the_dearest_parameter_goes_to_the_rank_with_the_least_work() {
+        assert_eq!(owners(&[&[1, 3, 2]], 2), [Some(1), Some(0), Some(1)]);
+        // Rank 0 has had the dear one of the first bucket: it gets the cheap one of the second.
+        assert_eq!(owners(&[&[10, 1], &[10, 1]], 2), [Some(0), Some(1), Some(1), Some(0)]);
+        assert_eq!(owners(&[&[5], &[5], &[5], &[5]], 2), [0, 1, 0, 1].map(Some));
+    }
+
+    #[test]
+    fn parameters_without_cost_have_no_owner() {
+        let layout = layout(&[&[4, 4]], 3);
+        let owners = choose_owners(&layout, 3, |param| (param == 1).then_some(4));
+        assert_eq!(owners, [None, Some(0)]);
     }
 }

@@ -1,5 +1,6 @@
 //! The compile-time layout of a type is the run-time layout of its models.
 
+mod drawn;
 mod small;
 mod transformers;
 

@@ -1,12 +1,9 @@
 //! What a training loop does between its passes: forget gradients, scale them, set what they are divided by, give up whole
 //! weights, and say when they are given up.
 
-use crate::comm::step_words;
-use crate::engine::api::config::GradientScaling;
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::ids::UnitId;
 use crate::engine::optim::in_backward;
 use crate::engine::unit::gradients;
+use crate::engine::{Fsdp, GradientScaling, UnitId};
 use crate::error::{Error, Result};
 use crate::spec::ReshardAfterForward;
 
@@ -27,7 +24,7 @@ impl<M> Fsdp<M> {
             ));
         }
         step.forget_gradients()?;
-        step.note_event(ctx, format!("after its gradients were zeroed in {}", step_words(step.number)));
+        step.note_change(ctx, "its gradients were zeroed");
         Ok(())
     }
 
@@ -52,8 +49,7 @@ impl<M> Fsdp<M> {
         // What was not finite is not made so.
         let norm = &mut step.gradients.factors.norm;
         *norm = norm.filter(|norm| !norm.is_finite());
-        let number = step_words(step.number);
-        step.note_event(ctx, format!("after its gradients were scaled by {factor} in {number}"));
+        step.note_change(ctx, format_args!("its gradients were scaled by {factor}"));
         Ok(())
     }
 
@@ -86,8 +82,7 @@ impl<M> Fsdp<M> {
         }
         let own = ctx.config.scaling.factor(ctx.comm.size());
         step.reduce.set_scale(factor.map_or(own, |factor| (1.0 / factor) as f32));
-        let number = step_words(step.number);
-        step.note_event(ctx, format!("after its gradients' divide factor was set to {factor:?} in {number}"));
+        step.note_change(ctx, format_args!("its gradients' divide factor was set to {factor:?}"));
         Ok(())
     }
 
@@ -108,7 +103,7 @@ impl<M> Fsdp<M> {
                 "the weights of unit `{name}` are in use, inside its forward or backward or, for the root, between the two"
             )));
         }
-        step.note_event(ctx, format!("after unit `{name}` was resharded in {}", step_words(step.number)));
+        step.note_change(ctx, format_args!("unit `{name}` was resharded"));
         Ok(())
     }
 
@@ -167,8 +162,8 @@ impl<M> Fsdp<M> {
                 return Err(Error::Usage(format!("the weights of unit `{unit}` are in use")));
             }
         }
-        let (top, number) = (ctx.unit_name(top), step_words(step.number));
-        step.note_event(ctx, format!("after units at `{top}` were set to be resharded {mode:?} in {number}"));
+        let top = ctx.unit_name(top);
+        step.note_change(ctx, format_args!("units at `{top}` were set to be resharded {mode:?}"));
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::engine::api::scope::Scope;
+use crate::engine::Scope;
 
 /// A module's computation on `input`, with a `context` of values that carry no gradient (rotary tables,
 /// masks, token ids).

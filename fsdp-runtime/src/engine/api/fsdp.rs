@@ -7,20 +7,17 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use crate::comm::{Phase, step_words};
+use crate::comm::Phase;
 use crate::device::TensorDevice;
-use crate::engine::api::config::GradientScaling;
-use crate::engine::api::forward::Forward;
 use crate::engine::api::joined;
-use crate::engine::api::scope::Frame;
+use crate::engine::api::scope::{Frame, Place};
 use crate::engine::build::settings::check_prefetch;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::UnitId;
 use crate::engine::io::load;
-use crate::engine::io::whole;
+use crate::engine::io::whole::{self, Shown};
 use crate::engine::optim::in_backward;
 use crate::engine::schedule::Prefetch;
+use crate::engine::unit::gradients;
+use crate::engine::{Ctx, Engine, Forward, GradientScaling, UnitId};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::spec::{ParamSpec, Strategy};
@@ -154,18 +151,9 @@ impl<M> Fsdp<M> {
         let engine = &self.engine;
         let (root, random) = engine.begin_forward()?;
         let span = engine.ctx.begin_span("model forward", &engine.ctx.unit(UnitId::ROOT).path);
-        let frame = Frame {
-            engine: engine.clone(),
-            unit: UnitId::ROOT,
-            enclosing: Vec::new(),
-            track: training,
-            training,
-            recomputing: false,
-            random,
-            draws: Default::default(),
-            borrowed: Default::default(),
-        };
-        let output = self.module.forward(input, context, &frame.scope());
+        let (unit, enclosing) = (UnitId::ROOT, Vec::new());
+        let place = Place { engine: engine.clone(), unit, enclosing, training, recomputing: false, random };
+        let output = self.module.forward(input, context, &Frame::new(place, training).scope());
         engine.ctx.end_span(span);
         let ended = engine.end_forward(root, training, output.is_ok());
         let output = output.map_err(|error| {
@@ -250,7 +238,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of the reductions.
     pub fn finish_grad_sync(&self) -> Result<()> {
-        self.engine.finish_grad_sync()
+        gradients::finish(&self.engine.ctx, &mut self.engine.step())
     }
 
     /// Casts the main weights that the optimizer has changed into the model weights, and marks what was
@@ -271,7 +259,7 @@ impl<M> Fsdp<M> {
     pub fn reset_step(&mut self) -> Result<()> {
         let (ctx, step) = (&self.engine.ctx, &mut *self.engine.step());
         step.abort(ctx)?;
-        step.note_event(ctx, format!("after a reset in {}", step_words(step.number)));
+        step.note_change(ctx, "a reset");
         Ok(())
     }
 
@@ -309,7 +297,7 @@ impl<M> Fsdp<M> {
         &mut self,
         mut read: impl FnMut(&ParamSpec, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        self.engine.note_event(format!("after a load in {}", step_words(self.step_count())));
+        self.engine.step().note_change(&self.engine.ctx, "a load");
         load::fill_weights(&self.engine, None, |_, spec, range, out| read(spec, range, out))
     }
 
@@ -319,7 +307,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     /// Those of `visit` and of the gathers.
     pub fn visit_weights(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
-        whole::visit_weights(&self.engine, visit)
+        whole::visit(&self.engine, Shown::Weights, None, visit)
     }
 
     /// Shows each parameter with its whole reduced gradient of the present step, before clipping. Parameters of units that have
@@ -329,7 +317,7 @@ impl<M> Fsdp<M> {
     /// Those of `visit` and of the gathers.
     pub fn visit_gradients(&self, visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>) -> Result<()> {
         in_backward::refuse(&self.engine.ctx, "looking at gradients")?;
-        whole::visit_gradients(&self.engine, visit)
+        whole::visit(&self.engine, Shown::Gradients, None, visit)
     }
 
     /// Shows each parameter of one unit with its whole reduced gradient, before clipping; `(root)` is the root. Every rank must
@@ -343,7 +331,7 @@ impl<M> Fsdp<M> {
         visit: impl FnMut(&ParamSpec, &[f32]) -> Result<()>,
     ) -> Result<()> {
         let unit = self.engine.ctx.unit_named(unit)?;
-        whole::visit_unit_gradients(&self.engine, unit, visit)
+        whole::visit(&self.engine, Shown::Gradients, Some(unit), visit)
     }
 }
 

@@ -6,14 +6,11 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 
 use crate::comm::Phase;
-use crate::engine::api::config::GradientScaling;
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::api::unitless;
-use crate::engine::core::Engine;
-use crate::engine::ids::UnitId;
 use crate::engine::optim::in_backward;
 use crate::engine::unit::gradients;
 use crate::engine::unit::opened::{Opened, StepsUnits};
+use crate::engine::{Engine, Fsdp, GradientScaling, UnitId};
 use crate::error::{Error, Result};
 
 /// A model that takes part in the backward of a loss that another one has computed with it. Made by [`Fsdp::joined`].

@@ -1,7 +1,7 @@
 //! A number that each rank has, averaged over them.
 
 use crate::comm::{HostOp, Phase};
-use crate::engine::api::fsdp::Fsdp;
+use crate::engine::Fsdp;
 use crate::error::Result;
 
 impl<M> Fsdp<M> {

@@ -5,9 +5,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{Shape, Tensor};
 use parking_lot::Mutex;
 
-use crate::engine::api::scope::Scope;
-use crate::engine::ids::{ParamId, UnitId};
-use crate::engine::unit::sink::GradSink;
+use crate::engine::{GradSink, ParamId, Scope, UnitId};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::spec::Dtype;

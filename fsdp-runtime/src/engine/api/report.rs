@@ -2,14 +2,11 @@
 
 use serde::Serialize;
 
-use crate::buffer::GroupBuffers;
+use crate::buffer::{BucketBuffers, intersection};
 use crate::comm::CommCounter;
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{BucketId, Id, UnitId};
-use crate::engine::io::held::saved_numel;
 use crate::engine::schedule::Unit;
-use crate::layout::{MemoryPlan, Schedule};
+use crate::engine::{BucketId, Ctx, Fsdp, Id, UnitId};
+use crate::layout::{Item, MemoryPlan, Schedule};
 use crate::memory::{Category, Usage};
 use crate::spec::ReshardAfterForward;
 use crate::trace::Span;
@@ -85,10 +82,10 @@ impl<M> Fsdp<M> {
         let schedule = {
             let step = engine.step();
             Schedule {
-                prefetch: step.gather.deepest(),
+                prefetch: step.gather.deepest,
                 gather_budget: config.gather_budget,
                 reduce_budget: config.reduce_budget,
-                no_sync: step.kept_gradients || step.reduce.has_held_back(),
+                no_sync: step.kept_gradients || step.reduce.held_back,
                 registered: config.registration.is_some(),
                 ..Schedule::DEFAULT
             }
@@ -101,7 +98,7 @@ impl<M> Fsdp<M> {
         let mut plan = plan_with(&made);
         // What units were told later: those that have kept their weights at any time, all at once.
         let step = engine.step();
-        let was_kept = |unit: UnitId| step.units[unit].weights.was_kept();
+        let was_kept = |unit: UnitId| step.units[unit].weights.was_kept;
         let kept = plan_with(&|unit| if was_kept(unit) { ReshardAfterForward::Never } else { made(unit) });
         plan.gather_pool = plan.gather_pool.max(kept.gather_pool);
         if config.step_in_backward {
@@ -126,12 +123,14 @@ impl<M> Fsdp<M> {
         // What the rank writes, with an average of the weights if there is one.
         let averages = usize::from(self.engine().ctx.account().usage(Category::WeightAverage).peak > 0);
         let snapshot = |state_buffers: usize| {
-            let group = |group: &GroupBuffers| {
-                let (numel, weights) = (saved_numel(&self.engine().ctx, group), group.optimizer_weight());
-                let states = if group.layout.key.requires_grad { 4 * (state_buffers + averages) } else { 0 };
+            let bytes = |bucket: &BucketBuffers| {
+                let (saved, weights) = (self.engine().ctx.saved_range(bucket), bucket.optimizer_weight());
+                let saved = |item: &Item| intersection(&item.range(), &saved).len();
+                let numel: usize = bucket.layout.items.iter().map(saved).sum();
+                let states = if bucket.layout.key.requires_grad { 4 * (state_buffers + averages) } else { 0 };
                 (numel * (weights.data().dtype().size() + states)) as u64
             };
-            self.engine().ctx.resources.buckets.iter().map(group).sum()
+            self.engine().ctx.resources.buckets.iter().map(bytes).sum()
         };
         let report = |usage: Usage| {
             let formula = match usage.category {

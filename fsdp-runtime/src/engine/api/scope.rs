@@ -7,9 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::Tensor;
 use parking_lot::Mutex;
 
-use crate::engine::api::param::Param;
-use crate::engine::core::Engine;
-use crate::engine::ids::UnitId;
+use crate::engine::{Engine, Param, UnitId};
 use crate::error::Error;
 use crate::random::{RandomKey, RandomStream};
 
@@ -20,47 +18,57 @@ pub struct Scope<'a> {
     _not_send: PhantomData<*const ()>,
 }
 
-/// What the runtime knows about the forward that a scope stands for.
-pub(crate) struct Frame {
+/// Where and how a module runs, the first time and again.
+#[derive(Clone)]
+pub(crate) struct Place {
     pub engine: Arc<Engine>,
     pub unit: UnitId,
     /// Units around this one, whose parameters are whole as well.
     pub enclosing: Vec<UnitId>,
-    /// Build the autograd graph.
-    pub track: bool,
     pub training: bool,
     /// It, or one around it, is run again in a backward.
     pub recomputing: bool,
     /// What random numbers depend on.
     pub random: RandomKey,
+}
+
+/// What the runtime knows about the forward that a scope stands for.
+pub(crate) struct Frame {
+    pub place: Place,
+    /// Build the autograd graph.
+    pub track: bool,
     /// Streams drawn from, and units called, so far.
-    pub draws: AtomicU64,
+    draws: AtomicU64,
     /// Parameters of enclosing units that were read: their gradients appear in this unit's graph.
     pub borrowed: Mutex<Vec<Param>>,
 }
 
 impl Frame {
+    pub(crate) fn new(place: Place, track: bool) -> Frame {
+        Frame { place, track, draws: Default::default(), borrowed: Default::default() }
+    }
+
     pub(crate) fn scope(&self) -> Scope<'_> {
         Scope { frame: self, _not_send: PhantomData }
     }
 
     /// What the random numbers of the next thing that this forward does depend on.
     pub(crate) fn next_random(&self) -> RandomKey {
-        self.random.of(self.draws.fetch_add(1, Ordering::Relaxed))
+        self.place.random.of(self.draws.fetch_add(1, Ordering::Relaxed))
     }
 }
 
 impl Scope<'_> {
     /// True in training, false in evaluation.
     pub fn is_training(&self) -> bool {
-        self.frame.training
+        self.frame.place.training
     }
 
     /// True while a backward runs a forward again (see [`Recompute`](crate::engine::Recompute)), whose output is that of the first
     /// time. What the model knows of needs no care: buffers keep what they hold, and random streams begin anew. A module
     /// that counts or logs elsewhere asks here.
     pub fn is_recomputing(&self) -> bool {
-        self.frame.recomputing
+        self.frame.place.recomputing
     }
 
     /// A stream of random numbers, another one at each call: the same when the forward is recomputed, and, for a
@@ -73,7 +81,7 @@ impl Scope<'_> {
 
     /// Path of the unit this scope is for; empty for the root.
     pub fn unit(&self) -> &str {
-        &self.frame.engine.ctx.unit(self.frame.unit).path
+        &self.frame.place.engine.ctx.unit(self.frame.place.unit).path
     }
 
     pub(crate) fn frame(&self) -> &Frame {
@@ -81,36 +89,36 @@ impl Scope<'_> {
     }
 
     pub(crate) fn read(&self, param: &Param) -> candle_core::Result<Tensor> {
-        let frame = self.frame;
-        let Some(bound) = param.bound().filter(|bound| bound.engine == frame.engine.id()) else {
+        let Frame { place: Place { engine, unit, enclosing, .. }, track, borrowed, .. } = self.frame;
+        let (ctx, read_in) = (&engine.ctx, engine.ctx.unit_name(*unit));
+        let Some(bound) = param.bound().filter(|bound| bound.engine == engine.id()) else {
             let message = format!(
                 "has no place in the sharded model: it was not there (or was skipped) when the model was sharded; \
-                 read in the forward of unit `{}`",
-                frame.engine.ctx.unit_name(frame.unit)
+                 read in the forward of unit `{read_in}`"
             );
             let param = param.name().unwrap_or("(unnamed)").to_string();
             return Err(Error::Param { param, message }.into());
         };
-        if bound.unit != frame.unit {
-            if !frame.enclosing.contains(&bound.unit) {
+        if bound.unit != *unit {
+            if !enclosing.contains(&bound.unit) {
                 let message = format!(
-                    "belongs to unit `{}`, which is sharded; it was read in the forward of unit `{}`",
-                    frame.engine.ctx.unit_name(bound.unit),
-                    frame.engine.ctx.unit_name(frame.unit)
+                    "belongs to unit `{}`, which is sharded; it was read in the forward of unit `{read_in}`",
+                    ctx.unit_name(bound.unit)
                 );
                 return Err(Error::Param { param: bound.name.clone(), message }.into());
             }
-            if bound.requires_grad && frame.track {
-                frame.borrowed.lock().push(param.clone());
+            if bound.requires_grad && *track {
+                borrowed.lock().push(param.clone());
             }
         }
-        frame.engine.ctx.params[bound.param].read.store(true, Ordering::Relaxed);
-        Ok(if frame.track { bound.variable.clone() } else { bound.variable.detach() })
+        ctx.params[bound.param].read.store(true, Ordering::Relaxed);
+        Ok(if *track { bound.variable.clone() } else { bound.variable.detach() })
     }
 }
 
 impl std::fmt::Debug for Scope<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Scope({})", self.frame.engine.ctx.unit_name(self.frame.unit))
+        let Place { engine, unit, .. } = &self.frame.place;
+        write!(f, "Scope({})", engine.ctx.unit_name(*unit))
     }
 }

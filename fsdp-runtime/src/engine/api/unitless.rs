@@ -9,10 +9,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor, TensorId};
 
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::step::Step;
+use crate::engine::{Ctx, Engine, Fsdp, Step};
 use crate::error::{Error, Result};
 
 /// Training forwards that ran no unit and had no backward.

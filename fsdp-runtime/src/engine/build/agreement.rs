@@ -1,12 +1,9 @@
 //! What the ranks must have alike, compared before any of their bytes meet.
 
 use crate::comm::{CommError, Communicator, Phase, Tag};
-use crate::engine::api::config::FsdpConfig;
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::build::collect::Collected;
 use crate::engine::build::settings::reshard_modes;
-use crate::engine::ctx::Ctx;
-use crate::engine::step::Locked;
+use crate::engine::{Ctx, Engine, Fsdp, FsdpConfig, Locked};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::mesh::Topology;
@@ -68,8 +65,9 @@ pub(crate) fn fingerprint(
         format!("check finite {check_finite}, strict gradients {strict_gradients}"),
         format!("step in backward {step_in_backward}"),
     ];
-    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
-    lines.extend(modes.map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
+    let modes = || collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
+    lines
+        .extend(modes().map(|(unit, mode)| format!("unit `{}` resharded after forward {mode:?}", unit.path)));
     lines.extend(collected.variants.iter().map(|(path, name)| {
         let path = if path.is_empty() { "(root)" } else { path };
         format!("`{path}` is the variant `{name}`")
@@ -86,9 +84,8 @@ pub(crate) fn fingerprint(
         layout.params.iter().flat_map(|spec| spec.aliases.iter().map(move |alias| (alias, &spec.name)));
     lines.extend(ties.map(|(alias, name)| format!("`{alias}` is tied to `{name}`")));
     lines.extend(layout.fingerprint());
-    let modes = collected.units.iter().zip(reshard_modes(&collected.cells, config)).skip(1);
-    lines.extend(modes.zip(&collected.cells).map(|((unit, reshard), cell)| {
-        let recompute = cell.recompute().unwrap_or(config.recompute);
+    lines.extend(modes().zip(&collected.cells).map(|((unit, reshard), cell)| {
+        let recompute = cell.recompute.unwrap_or(config.recompute);
         format!("unit `{}`: reshard after forward {reshard:?}, {recompute:?} recomputation", unit.path)
     }));
     lines.push(format!("weights {param} where nothing else is said"));
@@ -105,41 +102,61 @@ const FAILED: char = '\u{1}';
 /// # Errors
 /// The first line that differs, with what each of two ranks has.
 pub(crate) fn compare(comm: &dyn Communicator, tag: Tag, lines: &[String]) -> Result<()> {
-    let all = comm.host_gather(tag, lines.join("\n").into_bytes())?;
+    let ours = lines.join("\n");
+    let all = comm.host_gather(tag, ours.clone().into_bytes())?;
+    if ours.starts_with(FAILED) {
+        // This rank has an error of its own, which says more.
+        return Ok(());
+    }
     let rank = comm.rank();
-    for (other, bytes) in all.iter().enumerate().filter(|&(other, _)| other != rank) {
+    for (other, bytes) in all.iter().enumerate() {
         let theirs = String::from_utf8_lossy(bytes);
         if let Some(message) = theirs.strip_prefix(FAILED) {
-            if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
-                // This rank has an error of its own, which says more.
-                continue;
-            }
             let message = format!("rank {other} failed: {message}");
             return Err(CommError::RankFailed { rank, failed: other, message }.into());
         }
-        if lines.first().is_some_and(|line| line.starts_with(FAILED)) {
+        if theirs == ours {
             continue;
         }
-        let mut theirs = theirs.split('\n');
-        let ours = lines.join("\n");
-        let mut ours = ours.split('\n');
-        loop {
-            match (ours.next(), theirs.next()) {
-                (None, None) => break,
-                (ours, theirs) if ours == theirs => {}
-                (ours, theirs) => {
-                    let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
-                    return Err(Error::RanksDiffer {
-                        rank,
-                        ours: describe(ours),
-                        other,
-                        theirs: describe(theirs),
-                    });
-                }
-            }
+        let (mut ours, mut theirs) = (ours.split('\n'), theirs.split('\n'));
+        let mut pair = (ours.next(), theirs.next());
+        while pair.0 == pair.1 {
+            pair = (ours.next(), theirs.next());
         }
+        let describe = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
+        return Err(Error::RanksDiffer { rank, ours: describe(pair.0), other, theirs: describe(pair.1) });
     }
     Ok(())
+}
+
+/// What each rank brings to the others, and this rank's `T`; or the error of the first rank that has one instead. Who has
+/// that very error gets its own, others get [`Error::OnRank`].
+///
+/// # Errors
+/// That error; those of the exchange.
+pub(crate) fn exchange<T, E>(
+    engine: &Engine,
+    what: &str,
+    own: Result<(T, Vec<u8>), E>,
+) -> Result<(T, Vec<Vec<u8>>), E>
+where
+    E: From<Error> + std::fmt::Display,
+{
+    // The first byte tells the two apart.
+    let said = match &own {
+        Ok((_, bytes)) => [b"\0", bytes.as_slice()].concat(),
+        Err(error) => format!("{FAILED}{error}").into_bytes(),
+    };
+    let all = engine.ctx.host_gather(&mut engine.step(), (what, Phase::Setup), said.clone());
+    let mut all = all.map_err(|error| E::from(error.into()))?;
+    let failed = all.iter().position(|said| said.starts_with(&[FAILED as u8]));
+    if let Some(failed) = failed.filter(|&failed| all[failed] != said) {
+        let message = String::from_utf8_lossy(&all[failed][1..]).into_owned();
+        return Err(Error::OnRank { failed, message }.into());
+    }
+    let (value, _) = own?;
+    all.iter_mut().for_each(|said| drop(said.drain(..1)));
+    Ok((value, all))
 }
 
 /// Makes sure that all ranks have the same `lines`. They are waited for without the lock.
@@ -175,22 +192,7 @@ impl<M> Fsdp<M> {
     where
         E: From<Error> + std::fmt::Display,
     {
-        let engine = self.engine();
-        let own = match &outcome {
-            Ok(_) => String::new(),
-            Err(error) => format!("{FAILED}{error}"),
-        };
-        let said = own.clone().into_bytes();
-        let all = engine.ctx.host_gather(&mut engine.step(), (what, Phase::Setup), said);
-        let all = all.map_err(|error| E::from(error.into()))?;
-        let Some(failed) = all.iter().position(|message| !message.is_empty()) else {
-            return outcome;
-        };
-        let message = String::from_utf8_lossy(&all[failed]);
-        if message == own {
-            return outcome;
-        }
-        let message = message.strip_prefix(FAILED).unwrap_or(&message).to_owned();
-        Err(Error::OnRank { failed, message }.into())
+        let own = outcome.map(|value| (value, Vec::new()));
+        exchange(self.engine(), what, own).map(|(value, _)| value)
     }
 }

@@ -4,12 +4,8 @@ use std::collections::HashMap;
 
 use candle_core::Tensor;
 
-use crate::engine::api::config::FsdpConfig;
-use crate::engine::api::param::Param;
-use crate::engine::build::fused::{self, Declared, Names};
-use crate::engine::build::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
-use crate::engine::ids::{Id, ParamId};
-use crate::engine::unit::UnitCell;
+use crate::engine::build::fused::{self, Declared, Names, Owner};
+use crate::engine::{FsdpConfig, FsdpUnit, Fused, Id, Param, ParamId, Tie, UnitCell, Visitor, Walker};
 use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::layout::UnitSpec;
@@ -184,14 +180,14 @@ pub(crate) fn collect<'a, M: FsdpUnit>(
 
     let mut names = Names::default();
     for item in &found {
-        names.param(&item.name)?;
+        names.claim(&item.name, Owner::Param)?;
         item.check()?;
     }
     for (name, _) in &buffers {
-        names.buffer(name)?;
+        names.claim(name, Owner::Buffer)?;
     }
     for (item, fused) in found.iter().filter_map(|item| Some((item, item.fused.as_ref()?))) {
-        fused.parts.iter().try_for_each(|part| names.part(part, &item.name))?;
+        fused.parts.iter().try_for_each(|part| names.claim(part, Owner::PartOf(&item.name)))?;
     }
 
     let by_name: HashMap<&str, usize> =
@@ -289,10 +285,6 @@ pub(crate) fn collect_params<M: FsdpUnit>(model: &M) -> Vec<&Param> {
         fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, param: &'a Param) {
             self.0.push(param);
         }
-
-        fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
-
-        fn leave_unit(&mut self) {}
     }
 
     let mut params = Params(Vec::new());

@@ -3,8 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use crate::engine::api::param::Param;
-use crate::engine::build::module::Fused;
+use crate::engine::{Fused, Param};
 use crate::error::{Error, Result};
 use crate::spec::FusedPart;
 
@@ -116,7 +115,7 @@ pub(super) fn tie(declared: &Declared<'_>, target: &str, parts: &mut [FusedPart]
 
 /// What has a name.
 #[derive(Clone, Copy)]
-enum Owner<'a> {
+pub(super) enum Owner<'a> {
     Param,
     Buffer,
     PartOf(&'a str),
@@ -129,23 +128,7 @@ pub(super) struct Names<'a>(HashMap<&'a str, Owner<'a>>);
 impl<'a> Names<'a> {
     /// # Errors
     /// If something has the name already.
-    pub(super) fn param(&mut self, name: &'a str) -> Result<()> {
-        self.claim(name, Owner::Param)
-    }
-
-    /// # Errors
-    /// If something has the name already.
-    pub(super) fn buffer(&mut self, name: &'a str) -> Result<()> {
-        self.claim(name, Owner::Buffer)
-    }
-
-    /// # Errors
-    /// If something has the name already.
-    pub(super) fn part(&mut self, name: &'a str, of: &'a str) -> Result<()> {
-        self.claim(name, Owner::PartOf(of))
-    }
-
-    fn claim(&mut self, name: &'a str, ours: Owner<'a>) -> Result<()> {
+    pub(super) fn claim(&mut self, name: &'a str, ours: Owner<'a>) -> Result<()> {
         let theirs = match self.0.entry(name) {
             Entry::Vacant(entry) => {
                 entry.insert(ours);

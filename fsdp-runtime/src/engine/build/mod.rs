@@ -11,29 +11,25 @@ pub(crate) mod variants;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use crate::buffer::{GroupBuffers, Placement};
+use crate::buffer::{BucketBuffers, Placement};
 use crate::comm::{Communicator, DeviceMesh, Phase, Tag};
 use crate::device::TensorDevice;
-use crate::engine::api::config::FsdpConfig;
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::api::param::Bound;
 use crate::engine::build::agreement::{compare, fingerprint};
 use crate::engine::build::collect::{Collected, collect, collect_params};
-use crate::engine::build::module::FsdpUnit;
 use crate::engine::build::settings::{
     SHARD_DIMS, check_mesh, check_precision, check_reshard, check_step_in_backward, reshard_modes,
     shard_ranks,
 };
-use crate::engine::core::Engine;
-use crate::engine::ctx::{Ctx, PhysicalParam, Saves, next_id};
-use crate::engine::ids::{BucketId, Id, ParamId, Table, UnitId};
-use crate::engine::io::buffers;
-use crate::engine::io::load;
+use crate::engine::ctx::{PhysicalParam, Saves, next_id};
+use crate::engine::io::{buffers, load};
 use crate::engine::schedule::{
     AllGatherPipeline, GatherOptions, GradReducePipeline, Grads, Outer, Prefetch, ReduceOptions, Reshard,
     Resources, Streams, Unit, Units, Weights,
 };
-use crate::engine::unit::sink::GradSink;
+use crate::engine::{
+    BucketId, Ctx, Engine, Fsdp, FsdpConfig, FsdpUnit, GradSink, Id, ParamId, Table, UnitId,
+};
 use crate::error::{Error, Result};
 use crate::layout::{BucketLayout, LayoutOptions, ModelLayout, POOLED_UNITS, UnitLayout};
 use crate::memory::{Account, Category, Variable};
@@ -140,7 +136,7 @@ fn build<M: FsdpUnit>(model: &M, mesh: &DeviceMesh, config: &FsdpConfig) -> Resu
         // have written, and they wait for its event before they use what it has. What writes weights or takes gradients
         // waits first for all that is under way (`weights::settle`, `gradients::finish`).
         unsafe {
-            GroupBuffers::allocate(&persistent, bucket.clone(), placement, &config.precision, keep_grads)
+            BucketBuffers::allocate(&persistent, bucket.clone(), placement, &config.precision, keep_grads)
         }
     };
     let resources = Arc::new(Resources {
@@ -264,17 +260,13 @@ fn reshard_groups(ctx: &Ctx) -> Result<Table<UnitId, Reshard>> {
             ReshardAfterForward::Ranks(ranks) if ranks == comm.size() => Reshard::Always,
             ReshardAfterForward::Ranks(1) => Reshard::Never,
             ReshardAfterForward::Ranks(ranks) => {
-                let known = groups.iter().find(|(known, _)| *known == ranks).map(|(_, group)| group.clone());
-                Reshard::Within(match known {
-                    Some(group) => group,
-                    None => {
-                        let first = comm.rank() / ranks * ranks;
-                        let neighbours: Vec<usize> = (first..first + ranks).collect();
-                        let group = comm.split(&format!("gather within {ranks}"), &neighbours)?;
-                        groups.push((ranks, group.clone()));
-                        group
-                    }
-                })
+                if groups.iter().all(|(known, _)| *known != ranks) {
+                    let first = comm.rank() / ranks * ranks;
+                    let neighbours: Vec<usize> = (first..first + ranks).collect();
+                    groups.push((ranks, comm.split(&format!("gather within {ranks}"), &neighbours)?));
+                }
+                let group = groups.iter().find(|(known, _)| *known == ranks);
+                Reshard::Within(group.expect("it is known now").1.clone())
             }
         });
     }
@@ -284,6 +276,7 @@ fn reshard_groups(ctx: &Ctx) -> Result<Table<UnitId, Reshard>> {
 fn gather_pipeline(ctx: &Ctx) -> Result<(AllGatherPipeline, Vec<Weights>)> {
     let config = &ctx.config;
     let comm = ctx.shard_comm.duplicate("gather");
+    let shares_optim = ctx.outer_comm.size() > 1 && config.outer == OuterStrategy::Optim;
     let options = GatherOptions {
         // One rank's shards are whole weights: there is nothing to gather, and nothing to hold beside them.
         strategy: if ctx.shard_comm.size() == 1 { Strategy::NoShard } else { config.strategy },
@@ -293,28 +286,18 @@ fn gather_pipeline(ctx: &Ctx) -> Result<(AllGatherPipeline, Vec<Weights>)> {
         double_buffer: config.double_buffer,
         poison: config.poison,
         split_root: config.bucket_size.is_some(),
-        outer: shares_optim(ctx).then(|| ctx.outer_comm.duplicate("gather")),
+        outer: shares_optim.then(|| ctx.outer_comm.duplicate("gather")),
     };
     Ok(AllGatherPipeline::new(comm, options, &ctx.resources, reshard_groups(ctx)?))
-}
-
-/// The outer ranks share the optimizer state.
-fn shares_optim(ctx: &Ctx) -> bool {
-    ctx.outer_comm.size() > 1 && ctx.config.outer == OuterStrategy::Optim
-}
-
-fn outer_reduction(ctx: &Ctx) -> Result<Option<Outer>> {
-    if ctx.outer_comm.size() == 1 {
-        return Ok(None);
-    }
-    let comm = ctx.outer_comm.duplicate("reduce");
-    let stream = ctx.backend.side(format!("rank{}/outer-reduce", ctx.comm.rank()))?;
-    Ok(Some(Outer { comm, stream, strategy: ctx.config.outer }))
 }
 
 fn reduce_pipeline(ctx: &Ctx) -> Result<(GradReducePipeline, Vec<Grads>)> {
     let config = &ctx.config;
     let comm = ctx.shard_comm.duplicate("reduce");
+    let outer = || -> Result<Outer> {
+        let stream = ctx.backend.side(format!("rank{}/outer-reduce", ctx.comm.rank()))?;
+        Ok(Outer { comm: ctx.outer_comm.duplicate("reduce"), stream, strategy: config.outer })
+    };
     let options = ReduceOptions {
         strategy: config.strategy,
         wire: config.precision.reduce,
@@ -325,7 +308,7 @@ fn reduce_pipeline(ctx: &Ctx) -> Result<(GradReducePipeline, Vec<Grads>)> {
         double_buffer: config.double_buffer,
         poison: config.poison,
         split_root: config.bucket_size.is_some(),
-        outer: outer_reduction(ctx)?,
+        outer: (ctx.outer_comm.size() > 1).then(outer).transpose()?,
     };
     Ok(GradReducePipeline::new(comm, options, &ctx.resources))
 }

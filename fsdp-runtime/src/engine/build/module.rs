@@ -11,8 +11,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use crate::engine::api::param::Param;
-use crate::engine::unit::UnitCell;
+use crate::engine::{Param, UnitCell};
 use crate::spec::{Attrs, Field, TpPlacement, Tree};
 
 /// A module that can be sharded: it can walk its parameters, and its type tells what is known of them.
@@ -104,23 +103,24 @@ pub struct Fused {
     pub outer: Option<String>,
 }
 
-/// Receives what a walk finds.
+/// Receives what a walk finds; what it does not look at it leaves out.
 pub trait Visitor<'a> {
     /// A parameter; `attrs` has inheritance applied.
     fn param(
         &mut self,
-        name: &str,
-        attrs: &Attrs,
-        tie: Option<&Tie>,
-        fused: Option<&Fused>,
-        param: &'a Param,
-    );
+        _name: &str,
+        _attrs: &Attrs,
+        _tie: Option<&Tie>,
+        _fused: Option<&Fused>,
+        _param: &'a Param,
+    ) {
+    }
 
     /// What follows until [`Visitor::leave_unit`] belongs to this unit.
-    fn enter_unit(&mut self, path: &str, cell: &'a UnitCell);
+    fn enter_unit(&mut self, _path: &str, _cell: &'a UnitCell) {}
 
     /// Back in the enclosing unit.
-    fn leave_unit(&mut self);
+    fn leave_unit(&mut self) {}
 
     /// A tensor that is kept and saved, never reduced.
     fn buffer(&mut self, _name: &str, _tensor: &'a Tensor) {}
@@ -179,6 +179,13 @@ impl<'v, 'a> Walker<'v, 'a> {
         self.descend(key, Attrs { shape: self.attrs.shape, ..Attrs::NONE }, body);
     }
 
+    /// Descends into each element of a list.
+    fn elements<T>(&mut self, elements: &'a [T], walk: impl Fn(&'a T, &mut Self)) {
+        for (index, element) in elements.iter().enumerate() {
+            self.element(&index, |walker| walk(element, walker));
+        }
+    }
+
     /// The enum at the present path is this variant, as `Type::Variant`.
     pub fn variant(&mut self, name: &'static str) {
         self.visitor.variant(&self.path, name);
@@ -215,13 +222,9 @@ impl<'v, 'a> Walker<'v, 'a> {
         let fused = attrs.fused.map(|names| (self.path.clone(), names));
         self.path = join(&self.path, name);
         self.attrs = attrs.over(outer_attrs);
-        let outer_tie = match tie {
-            Some((relative, absolute)) => {
-                let open = OpenTie { relative, absolute, declared_at: self.path.len() };
-                Some(self.tie.replace(open))
-            }
-            None => None,
-        };
+        let outer_tie = tie.map(|(relative, absolute)| {
+            self.tie.replace(OpenTie { relative, absolute, declared_at: self.path.len() })
+        });
         let outer_fused = fused.map(|(parent, names)| {
             let outer = self.fused.as_ref().map(|open| open.field.clone());
             self.fused.replace(OpenFused { parent, names, field: self.path.clone(), outer })
@@ -240,13 +243,9 @@ impl<'v, 'a> Walker<'v, 'a> {
 
 /// Either may be empty.
 fn join(path: &str, name: &dyn Display) -> String {
-    let mut joined = path.to_string();
     let name = name.to_string();
-    if !path.is_empty() && !name.is_empty() {
-        joined.push('.');
-    }
-    joined.push_str(&name);
-    joined
+    let dot = if path.is_empty() || name.is_empty() { "" } else { "." };
+    format!("{path}{dot}{name}")
 }
 
 impl FsdpUnit for Param {
@@ -303,9 +302,7 @@ impl<T: FsdpUnit> FsdpUnit for [T] {
     const TREE: Tree = Tree::Unknown("a slice has any number of elements");
 
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-        for (index, module) in self.iter().enumerate() {
-            walker.element(&index, |walker| module.walk(walker));
-        }
+        walker.elements(self, T::walk);
     }
 }
 
@@ -379,24 +376,18 @@ impl Buffer for Tensor {
 
 impl<T: Buffer> Buffer for Option<T> {
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-        if let Some(buffer) = self {
-            buffer.walk(walker);
-        }
+        self.iter().for_each(|buffer| buffer.walk(walker));
     }
 }
 
 impl<T: Buffer> Buffer for Vec<T> {
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-        for (index, buffer) in self.iter().enumerate() {
-            walker.element(&index, |walker| buffer.walk(walker));
-        }
+        walker.elements(self, T::walk);
     }
 }
 
 impl<T: Buffer, const N: usize> Buffer for [T; N] {
     fn walk<'a>(&'a self, walker: &mut Walker<'_, 'a>) {
-        for (index, buffer) in self.iter().enumerate() {
-            walker.element(&index, |walker| buffer.walk(walker));
-        }
+        walker.elements(self, T::walk);
     }
 }

@@ -1,10 +1,9 @@
 //! What a configuration means on a mesh, and what contradicts what.
 
 use crate::comm::DeviceMesh;
-use crate::engine::api::config::{FsdpConfig, GradientScaling, NonFinite};
 use crate::engine::build::collect::Collected;
 use crate::engine::optim::in_backward::check_strategy;
-use crate::engine::unit::UnitCell;
+use crate::engine::{FsdpConfig, GradientScaling, NonFinite, UnitCell};
 use crate::error::{Error, Result};
 use crate::layout::POOLED_UNITS;
 use crate::mesh::{MeshDim, Topology};
@@ -95,6 +94,6 @@ pub(crate) fn check_step_in_backward(config: &FsdpConfig, mesh: &Topology) -> Re
 /// What each unit does with its whole weights between forward and backward, the root first.
 pub(crate) fn reshard_modes(cells: &[&UnitCell], config: &FsdpConfig) -> Vec<ReshardAfterForward> {
     let root = ReshardAfterForward::Never;
-    let of_cell = |cell: &&UnitCell| cell.reshard().unwrap_or(config.reshard_after_forward);
+    let of_cell = |cell: &&UnitCell| cell.reshard.unwrap_or(config.reshard_after_forward);
     std::iter::once(root).chain(cells.iter().map(of_cell)).collect()
 }

@@ -1,30 +1,17 @@
 //! What the enums and options of a model are: parameters of the same names and shapes may be computed with in another way.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 
-use crate::engine::api::param::Param;
-use crate::engine::build::module::{FsdpUnit, Fused, Tie, Visitor, Walker};
-use crate::engine::unit::UnitCell;
-use crate::spec::Attrs;
+use crate::engine::{FsdpUnit, Visitor, Walker};
 
 /// The live variant of every enum of `model` by its path, as `Act::Relu`. An option that has something is `Some`, one that
 /// has nothing is not listed. What is inside another one at the same path is in its brackets: `Some(Act::Relu)`.
 pub(crate) fn live_variants<M: FsdpUnit>(model: &M) -> BTreeMap<String, String> {
     struct Variants(BTreeMap<String, Vec<&'static str>>);
 
-    impl<'a> Visitor<'a> for Variants {
-        fn param(&mut self, _: &str, _: &Attrs, _: Option<&Tie>, _: Option<&Fused>, _: &'a Param) {}
-
-        fn enter_unit(&mut self, _: &str, _: &'a UnitCell) {}
-
-        fn leave_unit(&mut self) {}
-
+    impl Visitor<'_> for Variants {
         fn variant(&mut self, path: &str, name: &'static str) {
-            match self.0.entry(path.into()) {
-                Entry::Vacant(entry) => drop(entry.insert(vec![name])),
-                Entry::Occupied(mut entry) => entry.get_mut().push(name),
-            }
+            self.0.entry(path.into()).or_default().push(name);
         }
     }
 

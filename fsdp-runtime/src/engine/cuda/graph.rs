@@ -8,13 +8,10 @@ use candle_core::{DType, Tensor};
 use crate::comm::{HostOp, Phase, Tag};
 use crate::device::cuda::{CudaBackend, CudaWork, Steps};
 use crate::device::{Slice, Stream, TensorDevice};
-use crate::engine::api::config::{GradientScaling, NonFinite};
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{BucketId, Table, UnitId};
-use crate::engine::optim::sharded::{DueStep, ShardedOptimizer};
 use crate::engine::schedule::{Change, Streams};
+use crate::engine::{
+    BucketId, Ctx, Engine, Fsdp, GradientScaling, NonFinite, ShardedOptimizer, Table, UnitId,
+};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 
@@ -81,8 +78,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         for stream in sides.iter().chain([&ctx.resources.streams.compute]) {
             stream.record().synchronize()?;
         }
-        let counts = (self.step_counts(), engine.step().number);
-        let mut with_gradient = Vec::new();
+        let counts = (self.counts.clone(), engine.step().number);
+        let mut with_gradient = Table::from(Vec::new());
         let steps = CapturedSteps::begin(backend);
         let captured = backend.stream().capture(&sides, || -> Result<()> {
             let found = step(model)?;
@@ -105,7 +102,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let work = match captured {
             Ok(((), work)) => work,
             Err(error) => {
-                self.set_step_counts(counts.0);
+                self.counts = counts.0;
                 let mut step = engine.step();
                 step.number = counts.1;
                 step.abort(ctx)?;
@@ -117,7 +114,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             engine: engine.clone(),
             states: self.states.clone(),
             loss,
-            with_gradient: with_gradient.into(),
+            with_gradient,
             thread: thread::current().id(),
         };
         // SAFETY: the graph holds the model's engine, the states and the loss; the rest is the caller's promise.
@@ -132,30 +129,27 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             return refuse("the model is not on a CUDA device (see `OnDevice::on`)");
         };
         let config = &ctx.config;
-        if ctx.comm.size() > 1 && ctx.comm.shares_a_process() {
-            return refuse(
-                "its ranks share a device, and wait for each other's streams: give each rank its own",
-            );
-        }
-        if config.scaling == GradientScaling::PerToken {
-            return refuse("gradients are divided by a number of tokens that the host knows");
-        }
-        if config.check_finite {
-            return refuse("`check_finite` has the host look at the outputs of units");
-        }
-        if config.non_finite == NonFinite::SkipStep {
-            return refuse("`NonFinite::SkipStep` has the host look at the norm of the gradients");
-        }
-        if config.trace {
-            return refuse("`trace` takes the times of single kernels");
-        }
-        if config.step_in_backward {
-            return refuse("with `step_in_backward` units are stepped one by one");
-        }
-        if !has_kernels(self) {
-            return refuse(
+        let shared = ctx.comm.size() > 1 && ctx.comm.shares_a_process();
+        let reasons = [
+            (shared, "its ranks share a device, and wait for each other's streams: give each rank its own"),
+            (
+                config.scaling == GradientScaling::PerToken,
+                "gradients are divided by a number of tokens that the host knows",
+            ),
+            (config.check_finite, "`check_finite` has the host look at the outputs of units"),
+            (
+                config.non_finite == NonFinite::SkipStep,
+                "`NonFinite::SkipStep` has the host look at the norm of the gradients",
+            ),
+            (config.trace, "`trace` takes the times of single kernels"),
+            (config.step_in_backward, "with `step_in_backward` units are stepped one by one"),
+            (
+                !has_kernels(self),
                 "the optimizer's rule has no kernel (`Optimizer::kernel_update`) and runs on the host",
-            );
+            ),
+        ];
+        if let Some((_, why)) = reasons.into_iter().find(|(wrong, _)| *wrong) {
+            return refuse(why);
         }
         Ok(backend)
     }
@@ -205,12 +199,8 @@ impl StepGraph {
             let tag = engine.step().tag("launch of a graph", Phase::Optimizer);
             ctx.comm.host_barrier(tag)?;
         }
-        optimizer.count_step();
-        let at = StepInfo { step: optimizer.steps(), grad_scale: 1.0 };
         let span = ctx.begin_span("optimizer", &"optimizer".into());
-        let due = DueStep { at, with_gradient: self.with_gradient.clone(), span };
-        optimizer.count_units(&due);
-        optimizer.note(ctx, &mut engine.step(), &due);
+        let due = optimizer.due(ctx, &mut engine.step(), 1.0, self.with_gradient.clone(), span);
         backend.set_steps(Steps::Replayed);
         let written = optimizer.update(ctx, &due);
         backend.set_steps(Steps::Taken);

@@ -1,12 +1,10 @@
 //! A unit's parameters whole, on every rank, to look at or to change.
 
-use crate::comm::{CommError, Phase};
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::UnitId;
+use crate::engine::build::agreement::exchange;
 use crate::engine::io::load;
-use crate::engine::io::whole;
+use crate::engine::io::replicas::checksum;
+use crate::engine::io::whole::{self, Shown};
+use crate::engine::{Ctx, Engine, Fsdp, UnitId};
 use crate::error::{Error, Result};
 use crate::spec::ParamSpec;
 
@@ -58,8 +56,7 @@ impl<M> Fsdp<M> {
         let mut params = full_params(engine, unit)?;
         let outcome = change(&mut params);
         let outcome = outcome.and_then(|value| check(&engine.ctx, unit, &params).map(|()| value));
-        agree_on_values(engine, unit, outcome.as_ref().err(), &params)?;
-        let value = outcome?;
+        let value = agree_on_values(engine, unit, outcome, &params)?;
         load::fill_weights(engine, Some(unit), |_, spec, range, out| {
             let param = params.iter().find(|param| param.spec.name == spec.name);
             let param = param.expect("all parameters of the unit were gathered");
@@ -74,11 +71,8 @@ impl<M> Fsdp<M> {
 fn check(ctx: &Ctx, unit: UnitId, params: &[FullParam]) -> Result<()> {
     for &param in &ctx.unit(unit).params {
         let spec = ctx.spec(param);
-        let given: Vec<usize> = params
-            .iter()
-            .filter(|given| given.spec.name == spec.name)
-            .map(|given| given.values.len())
-            .collect();
+        let given = params.iter().filter(|given| given.spec.name == spec.name);
+        let given: Vec<usize> = given.map(|given| given.values.len()).collect();
         let message = match given[..] {
             [len] if len == spec.numel() => continue,
             [len] => format!("was given {len} values for its shape {:?}", spec.shape),
@@ -91,7 +85,7 @@ fn check(ctx: &Ctx, unit: UnitId, params: &[FullParam]) -> Result<()> {
 
 fn full_params(engine: &Engine, unit: UnitId) -> Result<Vec<FullParam>> {
     let mut params = Vec::new();
-    whole::visit_unit_weights(engine, unit, |spec, values| {
+    whole::visit(engine, Shown::Weights, Some(unit), |spec, values| {
         params.push(FullParam { spec: spec.clone(), values: values.to_vec() });
         Ok(())
     })?;
@@ -99,42 +93,28 @@ fn full_params(engine: &Engine, unit: UnitId) -> Result<Vec<FullParam>> {
 }
 
 /// Makes sure that no rank has an error, and that all have the same values, to the bit.
-fn agree_on_values(engine: &Engine, unit: UnitId, error: Option<&Error>, params: &[FullParam]) -> Result<()> {
-    let ctx = &engine.ctx;
-    let own = match error {
-        Some(error) => format!("!{error}"),
-        None => {
-            let hashes = params.iter().map(|param| format!("{:016x}", hash(&param.values)));
-            hashes.collect::<Vec<_>>().concat()
-        }
+fn agree_on_values<T>(engine: &Engine, unit: UnitId, outcome: Result<T>, params: &[FullParam]) -> Result<T> {
+    let checksums = |value: T| {
+        let checksums = params.iter().flat_map(|param| checksum(&param.values).to_le_bytes());
+        (value, checksums.collect())
     };
-    let all = ctx.host_gather(&mut engine.step(), (ctx.unit_name(unit), Phase::Setup), own.into_bytes())?;
-    let rank = ctx.comm.rank();
-    let all: Vec<_> = all.iter().map(|text| String::from_utf8_lossy(text)).collect();
-    if let Some((failed, text)) = all.iter().enumerate().find(|(_, text)| text.starts_with('!')) {
-        if failed == rank || error.is_some() {
-            // This rank's own error says more.
-            return Ok(());
+    let exchanged = exchange(engine, engine.ctx.unit_name(unit), outcome.map(checksums));
+    let (value, all) = exchanged.map_err(|error| match error {
+        Error::OnRank { failed, message } => {
+            let message =
+                format!("rank {failed} failed in `with_full_params`, nothing was written: {message}");
+            Error::OnRank { failed, message }
         }
-        let message =
-            format!("rank {failed} failed in `with_full_params`, nothing was written: {}", &text[1..]);
-        return Err(CommError::RankFailed { rank, failed, message }.into());
-    }
+        own => own,
+    })?;
     for (index, param) in params.iter().enumerate() {
-        let of = |text: &str| text.get(index * 16..(index + 1) * 16).map(str::to_owned);
-        if let Some(other) = (0..all.len()).find(|&other| of(&all[other]) != of(&all[0])) {
+        let of = |said: &[u8]| said.as_chunks::<8>().0.get(index).copied();
+        if let Some(other) = all.iter().position(|said| of(said) != of(&all[0])) {
             let message = format!(
                 "ranks 0 and {other} have different values for it after `with_full_params`: nothing was written"
             );
             return Err(Error::Param { param: param.spec.name.clone(), message });
         }
     }
-    Ok(())
-}
-
-/// 64-bit FNV-1a of the bits.
-fn hash(values: &[f32]) -> u64 {
-    values.iter().fold(0xcbf2_9ce4_8422_2325, |hash, value| {
-        (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0000_0100_0000_01b3)
-    })
+    Ok(value)
 }

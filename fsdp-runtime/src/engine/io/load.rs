@@ -2,16 +2,13 @@
 
 use std::ops::Range;
 
-use crate::buffer::GroupBuffers;
+use crate::buffer::{BucketBuffers, intersection};
 use crate::comm::{CommError, Phase};
 use crate::device::{Slice, cast, update_anywhere};
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, ParamId, UnitId};
 use crate::engine::io::replicas::{Written, agree_on_copies};
 use crate::engine::schedule::Change;
-use crate::engine::step::Step;
 use crate::engine::unit::weights::settle;
+use crate::engine::{Ctx, Engine, Id, ParamId, Step, UnitId};
 use crate::error::Result;
 use crate::layout::Item;
 use crate::spec::{Dtype, ParamSpec};
@@ -29,10 +26,15 @@ pub(crate) fn fill_weights(
     let ctx = &engine.ctx;
     complete_shards(ctx, &mut engine.step())?;
     let written = write_weights(ctx, unit, write);
+    end_writing(engine, unit, written)
+}
+
+/// The shards have other weights, of one unit or of all, which all ranks must have alike where they hold copies.
+fn end_writing(engine: &Engine, unit: Option<UnitId>, written: Result<()>) -> Result<()> {
     {
         let step = &mut *engine.step();
         // Whatever was written before an error counts.
-        step.weights_changed(ctx, Change::Loaded(unit))?;
+        step.weights_changed(&engine.ctx, Change::Loaded(unit))?;
         if unit.is_none() && written.is_ok() {
             step.forget_changed();
         }
@@ -78,31 +80,33 @@ fn write_weights(
 }
 
 /// The elements of the bucket that are of this parameter and this rank has weights for.
-pub(super) fn held_part(ctx: &Ctx, bucket: &GroupBuffers, item: &Item) -> Option<Range<usize>> {
+pub(super) fn held_part(ctx: &Ctx, bucket: &BucketBuffers, item: &Item) -> Option<Range<usize>> {
     let sharded = ctx.config.strategy.shards_optim();
-    let extent = if sharded { bucket.shard.clone() } else { 0..bucket.layout.size };
-    let part = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
+    let part = if sharded { intersection(&item.range(), &bucket.shard) } else { item.range() };
     (!part.is_empty()).then_some(part)
 }
 
+/// The main weights that this rank has of these elements of the bucket, and which of the elements these are.
+fn main_part(bucket: &BucketBuffers, part: &Range<usize>) -> Option<(Slice, Range<usize>)> {
+    let (main, owned) = (bucket.main_weight.as_ref()?, bucket.owned_of(part));
+    let at = owned.start - part.start..owned.end - part.start;
+    (!owned.is_empty()).then(|| (main.part(owned), at))
+}
+
 /// Where these weights are in f32, or a copy of them.
-fn f32_place(ctx: &Ctx, bucket: &GroupBuffers, part: &Range<usize>) -> Result<F32Place, CommError> {
+fn f32_place(ctx: &Ctx, bucket: &BucketBuffers, part: &Range<usize>) -> Result<F32Place, CommError> {
     let compute = ctx.compute();
     let weights = bucket.model_weight.part(part.clone());
-    let place = match &bucket.main_weight {
+    let place = match main_part(bucket, part) {
         None if weights.dtype() == Dtype::F32 => F32Place::Weights(weights),
-        Some(main) if owned_of(bucket, part) == *part => F32Place::Main(main.part(part.clone())),
+        Some((main, at)) if at == (0..part.len()) => F32Place::Main(main),
         main => {
             // SAFETY: it is known to this call and to its caller, which use it on the compute stream, or on the host
             // when that is done.
             let values = unsafe { ctx.account().allocate_briefly(Dtype::F32, part.len()) }?;
             cast(compute, &weights, &values)?;
-            if let Some(main) = main {
-                let owned = owned_of(bucket, part);
-                if !owned.is_empty() {
-                    let target = values.range(owned.start - part.start..owned.end - part.start);
-                    cast(compute, &main.part(owned), &target)?;
-                }
+            if let Some((main, at)) = main {
+                cast(compute, &main, &values.range(at))?;
             }
             F32Place::Copy(values)
         }
@@ -111,14 +115,10 @@ fn f32_place(ctx: &Ctx, bucket: &GroupBuffers, part: &Range<usize>) -> Result<F3
     Ok(place)
 }
 
-fn store(ctx: &Ctx, bucket: &GroupBuffers, part: &Range<usize>, values: &Slice) -> Result<(), CommError> {
+fn store(ctx: &Ctx, bucket: &BucketBuffers, part: &Range<usize>, values: &Slice) -> Result<(), CommError> {
     let compute = ctx.compute();
-    if let Some(main) = &bucket.main_weight {
-        let owned = owned_of(bucket, part);
-        if !owned.is_empty() {
-            let source = values.range(owned.start - part.start..owned.end - part.start);
-            cast(compute, &source, &main.part(owned))?;
-        }
+    if let Some((main, at)) = main_part(bucket, part) {
+        cast(compute, &values.range(at), &main)?;
     }
     cast(compute, values, &bucket.model_weight.part(part.clone()))
 }
@@ -151,22 +151,16 @@ impl<'a> Stores<'a> {
         let (bucket, item) = ctx.place_of(param);
         let Some(held) = held_part(ctx, bucket, item) else { return Ok(()) };
         let first = item.start + elements.start;
-        let start = held.start.max(first);
-        let end = held.end.min(item.start + elements.end);
-        if start >= end {
+        let part = intersection(&held, &(first..item.start + elements.end));
+        if part.is_empty() {
             return Ok(());
         }
-        store(ctx, bucket, &(start..end), &values.range(start - first..end - first))
+        store(ctx, bucket, &part, &values.range(part.start - first..part.end - first))
     }
 
     /// All are written; all ranks must call it.
     pub(crate) fn finish(self) -> Result<()> {
-        {
-            let step = &mut *self.engine.step();
-            step.weights_changed(&self.engine.ctx, Change::Loaded(None))?;
-            step.forget_changed();
-        }
-        agree_on_copies(self.engine, Written::Held(None), Ok(()))
+        end_writing(self.engine, None, Ok(()))
     }
 }
 
@@ -193,10 +187,4 @@ impl F32Place {
             F32Place::Weights(slice) | F32Place::Main(slice) | F32Place::Copy(slice) => slice,
         }
     }
-}
-
-/// The elements of `part` whose main weights this rank has.
-fn owned_of(bucket: &GroupBuffers, part: &Range<usize>) -> Range<usize> {
-    let start = part.start.max(bucket.owned.start);
-    start..part.end.min(bucket.owned.end).max(start)
 }

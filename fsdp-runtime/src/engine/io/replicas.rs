@@ -7,12 +7,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::comm::Phase;
 use crate::device::{Slice, read_anywhere};
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, ParamId, UnitId};
+use crate::engine::build::agreement::exchange;
 use crate::engine::io::load::held_part;
+use crate::engine::{Ctx, Engine, Id, ParamId, UnitId};
 use crate::error::{Error, Result};
 
 /// What was written.
@@ -44,8 +42,8 @@ impl Part {
     }
 }
 
-/// First byte of what a rank says that has failed; its message follows.
-const FAILED: u8 = 1;
+/// What collectives are called by.
+const COPIES: &str = "copies of the weights";
 /// Elements of one checksum where two ranks look closer.
 const BLOCK: usize = 4096;
 
@@ -61,28 +59,20 @@ pub(crate) fn agree_on_copies(engine: &Engine, written: Written, outcome: Result
         return outcome;
     }
     let parts = parts(ctx, written);
-    let said = match &outcome {
-        Err(error) => [&[FAILED], error.to_string().as_bytes()].concat(),
-        Ok(()) => {
-            let mut said = vec![0];
-            for part in &parts {
-                let checksum = checksum_of(ctx, &part.values)?;
-                said.extend(part.key().into_iter().chain([checksum]).flat_map(u64::to_le_bytes));
-            }
-            said
+    let checksums = |()| {
+        let mut said = Vec::new();
+        for part in &parts {
+            let checksum = checksum_of(ctx, &part.values)?;
+            said.extend(part.key().into_iter().chain([checksum]).flat_map(u64::to_le_bytes));
         }
+        Ok(((), said))
     };
-    let all = exchange(engine, said)?;
-    if let Some(failed) = all.iter().position(|said| said.first() == Some(&FAILED)) {
-        outcome?;
-        let message = String::from_utf8_lossy(&all[failed][1..]).into_owned();
-        return Err(Error::OnRank { failed, message });
-    }
+    let ((), all) = exchange(engine, COPIES, outcome.and_then(checksums))?;
     // The same on all ranks: the first part of which two have different copies.
     let mut known: BTreeMap<Key, (usize, u64)> = BTreeMap::new();
     let mut differing: Option<(Key, [usize; 2])> = None;
     for (rank, said) in all.iter().enumerate() {
-        for entry in numbers(said.get(1..).unwrap_or_default()).as_chunks::<5>().0 {
+        for entry in numbers(said).as_chunks::<5>().0 {
             let (key, checksum) = ([entry[0], entry[1], entry[2], entry[3]], entry[4]);
             let (first, its) = *known.entry(key).or_insert((rank, checksum));
             if its != checksum && differing.is_none_or(|(least, _)| key < least) {
@@ -102,17 +92,14 @@ pub(crate) fn agree_on_copies(engine: &Engine, written: Written, outcome: Result
 /// What this rank holds of what was written.
 fn parts(ctx: &Ctx, written: Written) -> Vec<Part> {
     let mut parts = Vec::new();
-    let unit = match written {
-        Written::Held(unit) => unit,
-        Written::Owned => None,
-    };
+    let unit = if let Written::Held(unit) = written { unit } else { None };
     for bucket in ctx.buckets_of(unit) {
         for item in &bucket.layout.items {
             let mut part = |model: bool, elements: Range<usize>, values: Slice| {
                 let elements = elements.start - item.start..elements.end - item.start;
                 parts.push(Part { param: ParamId::new(item.param), model, elements, values });
             };
-            let owned = item.start.max(bucket.owned.start)..(item.start + item.len).min(bucket.owned.end);
+            let owned = bucket.owned_of(&item.range());
             let updated = match (&bucket.main_weight, written) {
                 (Some(main), _) => Some(main),
                 (None, Written::Owned) => Some(&bucket.model_weight),
@@ -136,21 +123,17 @@ fn difference(engine: &Engine, key: Key, ranks: [usize; 2], own: Option<&Slice>)
     let [param, _, start, _] = key.map(|value| value as usize);
     let blocks = own.map_or(0, |own| own.len().div_ceil(BLOCK));
     let block = |at: usize, own: &Slice| own.range(at * BLOCK..own.len().min((at + 1) * BLOCK));
-    let mut sums = Vec::with_capacity(8 * blocks);
-    for at in 0..blocks {
-        let own = own.map_or(Ok(0), |own| checksum_of(ctx, &block(at, own)))?;
-        sums.extend(own.to_le_bytes());
-    }
-    let all = exchange(engine, sums)?;
+    let sum = |at: usize| own.map_or(Ok(0), |own| checksum_of(ctx, &block(at, own)));
+    let sums = (0..blocks).map(sum).collect::<Result<Vec<u64>>>();
+    let sums = sums.map(|sums| ((), sums.into_iter().flat_map(u64::to_le_bytes).collect()));
+    let ((), all) = exchange(engine, COPIES, sums)?;
     let [ours, theirs] = ranks.map(|rank| numbers(&all[rank]));
     let at = ours.iter().zip(&theirs).position(|(one, other)| one != other).unwrap_or(0);
     let bits = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let values: Vec<u8> = match own {
-        // SAFETY: as for the checksums.
-        Some(own) => unsafe { read_anywhere(&*ctx.backend, &block(at, own), bits)? },
-        None => Vec::new(),
-    };
-    let all = exchange(engine, values)?;
+    // SAFETY: as for the checksums.
+    let read = |own: &Slice| unsafe { read_anywhere(&*ctx.backend, &block(at, own), bits) };
+    let values = own.map_or(Ok(Vec::new()), read).map(|values| ((), values));
+    let ((), all) = exchange::<_, Error>(engine, COPIES, values.map_err(Error::from))?;
     let floats = |rank: usize| -> Vec<f32> {
         all[rank].as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
     };
@@ -170,11 +153,6 @@ fn difference(engine: &Engine, key: Key, ranks: [usize; 2], own: Option<&Slice>)
     Ok(Error::Param { param: ctx.layout.params[param].name.clone(), message })
 }
 
-fn exchange(engine: &Engine, said: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-    let what = ("copies of the weights", Phase::Setup);
-    Ok(engine.ctx.host_gather(&mut engine.step(), what, said)?)
-}
-
 /// A checksum of the values' bits, as f32.
 fn checksum_of(ctx: &Ctx, values: &Slice) -> Result<u64> {
     // SAFETY: nothing is under way that writes the weights (`settle`, by all who write them), and this thread, which
@@ -183,7 +161,7 @@ fn checksum_of(ctx: &Ctx, values: &Slice) -> Result<u64> {
 }
 
 /// FNV-1a over the bits, two values at a time.
-fn checksum(values: &[f32]) -> u64 {
+pub(super) fn checksum(values: &[f32]) -> u64 {
     let (pairs, rest) = values.as_chunks::<2>();
     let pairs = pairs.iter().map(|[one, other]| u64::from(one.to_bits()) << 32 | u64::from(other.to_bits()));
     let words = pairs.chain(rest.iter().map(|value| u64::from(value.to_bits())));

@@ -2,16 +2,13 @@
 
 use std::ops::Range;
 
-use crate::buffer::GroupBuffers;
 use crate::comm::Phase;
 use crate::device::{Slice, cast, move_towards, swap};
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::build::agreement::agree;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
 use crate::engine::io::replicas::{Written, agree_on_copies};
 use crate::engine::io::whole;
 use crate::engine::unit::weights::settle_intact;
+use crate::engine::{Ctx, Engine, Fsdp};
 use crate::error::{Error, Result};
 use crate::memory::Category;
 use crate::spec::{Dtype, ParamSpec};
@@ -44,7 +41,7 @@ pub struct Ema {
     warmup: bool,
     updates: u64,
     /// The average of each bucket's weights, `None` for frozen ones.
-    shards: Vec<Option<Slice>>,
+    pub(crate) shards: Vec<Option<Slice>>,
     agreed: bool,
 }
 
@@ -63,30 +60,25 @@ impl<M> Fsdp<M> {
             return Err(Error::Config(message));
         }
         let ctx = &self.engine().ctx;
-        let narrow = |group: &&GroupBuffers| {
-            group.layout.key.requires_grad && group.optimizer_weight().data().dtype() != Dtype::F32
-        };
-        if ctx.resources.buckets.iter().any(|group| narrow(&group)) {
+        let narrow = |weights: Slice| weights.dtype() != Dtype::F32;
+        if averaged_weights(ctx).flatten().any(narrow) {
             return Err(Error::Config(
                 "an average of 16-bit weights needs their main weights: set `MixedPrecision::main_weights`"
                     .into(),
             ));
         }
         self.engine().settle_intact()?;
-        let mut shards = Vec::with_capacity(ctx.resources.buckets.len());
-        for weights in averaged_weights(ctx) {
-            let Some(weights) = weights else {
-                shards.push(None);
-                continue;
-            };
+        let shard = |weights: Slice| -> Result<Slice> {
             // SAFETY: the average keeps it, and all calls that use it borrow the average: those that write it mutably.
             // They use it on the compute stream, or on the host when that has passed all work on it.
             let shard =
                 unsafe { ctx.account().allocate(Category::WeightAverage, Dtype::F32, weights.len()) }?;
             // Nothing is under way that writes the weights (`settle`).
             cast(ctx.compute(), &weights, &shard)?;
-            shards.push(Some(shard));
-        }
+            Ok(shard)
+        };
+        let shards = averaged_weights(ctx).map(|weights| weights.map(shard).transpose());
+        let shards = shards.collect::<Result<_>>()?;
         Ok(Ema { engine: ctx.id, decay, warmup: false, updates: 0, shards, agreed: false })
     }
 
@@ -137,11 +129,6 @@ impl Drop for Exchanged<'_> {
 }
 
 impl Ema {
-    /// The average of each bucket's weights, `None` for frozen ones.
-    pub(crate) fn shards(&self) -> &[Option<Slice>] {
-        &self.shards
-    }
-
     /// Averages over the short past at first: update `t`, from 1, keeps `min(decay, (1 + t) / (10 + t))`.
     pub fn warmup(mut self) -> Self {
         self.warmup = true;

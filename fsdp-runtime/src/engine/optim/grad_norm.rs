@@ -2,14 +2,11 @@
 
 use crate::comm::{HostOp, Phase, step_words};
 use crate::device::{TensorDevice, read_f32};
-use crate::engine::api::config::NonFinite;
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::io::whole;
+use crate::engine::io::whole::{self, Shown};
 use crate::engine::optim::in_backward;
-use crate::engine::step::{Factors, Locked};
+use crate::engine::step::Factors;
 use crate::engine::unit::gradients;
+use crate::engine::{Ctx, Engine, Fsdp, Locked, NonFinite};
 use crate::error::{Error, Result};
 use crate::optim::{clip_scale, squared_norm};
 
@@ -143,7 +140,7 @@ fn non_finite_gradients(engine: &Engine, norm: f64) -> Error {
 fn first_non_finite(engine: &Engine) -> Result<String> {
     let layout = &engine.ctx.layout;
     let mut first = None;
-    whole::visit_gradients(engine, |spec, values| {
+    whole::visit(engine, Shown::Gradients, None, |spec, values| {
         if first.is_none() {
             let at = values.iter().position(|value| !value.is_finite());
             first = at.map(|at| (spec.name.clone(), at, values[at]));

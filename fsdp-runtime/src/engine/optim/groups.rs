@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::engine::ids::{ParamId, Table};
+use crate::engine::{ParamId, Table};
 use crate::error::{Error, Result};
 use crate::layout::ModelLayout;
 use crate::optim::ParamGroup;

@@ -2,17 +2,13 @@
 
 use candle_core::Tensor;
 
-use crate::buffer::GroupBuffers;
+use crate::buffer::BucketBuffers;
 use crate::comm::CommError;
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::api::joined;
-use crate::engine::api::unitless;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, UnitId};
+use crate::engine::api::{joined, unitless};
 use crate::engine::io::whole;
-use crate::engine::optim::sharded::{DueStep, ShardedOptimizer};
 use crate::engine::schedule::{ReducedUnit, Sync};
 use crate::engine::unit::opened::StepsUnits;
+use crate::engine::{Ctx, Fsdp, ShardedOptimizer, UnitId};
 use crate::error::{Error, Result};
 use crate::optim::{Optimizer, StepInfo};
 use crate::spec::Strategy;
@@ -64,7 +60,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     .into(),
             ));
         }
-        let first = self.is_new();
+        let first = !self.begun;
         {
             let step = &mut engine.step();
             if step.sync() != Sync::Step {
@@ -76,21 +72,18 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             }
             self.check(ctx)?;
             if first {
-                self.agree(ctx, step, |lines| lines)?;
+                self.agree(ctx, step, Vec::new())?;
             }
         }
         let at = StepInfo { step: self.steps() + 1, grad_scale: 1.0 };
         let span = ctx.begin_span("optimizer", &"optimizer".into());
         joined::run_backward(&[&engine], loss, Some(&UnitByUnit { optimizer: self, at }))?;
-        self.count_step();
         let step = &mut engine.step();
         // The weights have changed: the step ends, whatever is reported of it.
         let missing = if first { whole::report_missing_gradients(ctx, step) } else { Ok(()) };
         let reported = missing.and(unitless::report(ctx, step));
-        let due = DueStep { at, with_gradient: step.with_gradient().into(), span };
-        self.count_units(&due);
-        self.note(ctx, step, &due);
-        due.finish(ctx, step)?;
+        let with_gradient = step.with_gradient();
+        self.due(ctx, step, at.grad_scale, with_gradient, span).finish(ctx, step)?;
         reported
     }
 }
@@ -104,9 +97,9 @@ struct UnitByUnit<'a, O> {
 impl<O: Optimizer> StepsUnits for UnitByUnit<'_, O> {
     fn step_unit(&self, ctx: &Ctx, reduced: &ReducedUnit) -> Result<(), CommError> {
         for (bucket, grads) in &reduced.grads {
-            let GroupBuffers { layout, shard, .. } = &ctx.resources.buckets[*bucket];
-            let unit = UnitId::new(layout.key.unit);
-            let at = StepInfo { step: self.optimizer.unit_steps(unit) + 1, ..self.at };
+            let BucketBuffers { layout, shard, .. } = &ctx.resources.buckets[*bucket];
+            let unit = UnitId::of(layout);
+            let at = StepInfo { step: self.optimizer.counts.unit_steps[unit] + 1, ..self.at };
             // SAFETY: the unit's reduction is done, in the order of the compute stream, and nobody gathers its weights:
             // all ranks have had its backward, and `lent` keeps this one from beginning another. The optimizer is borrowed
             // mutably for this backward, and by this alone.

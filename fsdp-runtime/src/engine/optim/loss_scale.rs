@@ -3,15 +3,13 @@
 use candle_core::{DType, Tensor};
 
 use crate::comm::Phase;
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::build::agreement::agree;
-use crate::engine::optim::owner::OwnerOptimizer;
-use crate::engine::optim::sharded::ShardedOptimizer;
+use crate::engine::{Fsdp, OwnerOptimizer, ShardedOptimizer};
 use crate::error::{Error, Result};
 use crate::optim::{LossScaler, Optimizer, OwnerRule};
 
-/// An optimizer that [`LossScaler::step`] can step.
-pub trait Step {
+/// An optimizer of a sharded model, which [`LossScaler::step`] can step.
+pub trait ModelOptimizer {
     /// Updates the model from its gradients and begins the next step. Returns whether the step was taken.
     ///
     /// # Errors
@@ -19,13 +17,13 @@ pub trait Step {
     fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool>;
 }
 
-impl<O: Optimizer> Step for ShardedOptimizer<O> {
+impl<O: Optimizer> ModelOptimizer for ShardedOptimizer<O> {
     fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         ShardedOptimizer::step(self, model)
     }
 }
 
-impl<R: OwnerRule, O: Optimizer> Step for OwnerOptimizer<R, O> {
+impl<R: OwnerRule, O: Optimizer> ModelOptimizer for OwnerOptimizer<R, O> {
     fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         OwnerOptimizer::step(self, model)
     }
@@ -77,7 +75,7 @@ impl LossScaler {
     /// # Errors
     /// If (in the first step, or after [`LossScaler::set_state`]) the ranks' scales differ, those of
     /// [`LossScaler::unscale`], and those of the optimizer.
-    pub fn step<S: Step, M>(&mut self, optimizer: &mut S, model: &mut Fsdp<M>) -> Result<bool> {
+    pub fn step<S: ModelOptimizer, M>(&mut self, optimizer: &mut S, model: &mut Fsdp<M>) -> Result<bool> {
         if !self.agreed {
             let line = format!("loss scaler {self:?}");
             let engine = model.engine();

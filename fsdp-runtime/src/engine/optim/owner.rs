@@ -1,19 +1,16 @@
 //! Optimizer steps that need whole parameters, each on the one rank that owns it.
 
-use crate::buffer::{DataParallelBuffer, GroupBuffers};
+use crate::buffer::{BucketBuffers, DataParallelBuffer};
 use crate::comm::Phase;
 use crate::device::{Slice, cast, read_anywhere, update_all_anywhere, update_anywhere};
-use crate::engine::api::fsdp::Fsdp;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, ParamId, Table, UnitId};
 use crate::engine::io::whole;
-use crate::engine::optim::groups::ParamGroups;
-use crate::engine::optim::sharded::{DueStep, ShardedOptimizer, StateLayout};
+use crate::engine::optim::sharded::{DueStep, StateLayout};
 use crate::engine::schedule::Moment;
+use crate::engine::{Ctx, Fsdp, Id, ParamGroups, ParamId, ShardedOptimizer, Table, UnitId};
 use crate::error::{Error, Result};
-use crate::layout::{Item, ModelLayout};
+use crate::layout::Item;
 use crate::memory::Category;
-use crate::optim::{Optimizer, OwnerRule, ParamGroup, WholeParam};
+use crate::optim::{Optimizer, OwnerRule, ParamGroup, WholeParam, choose_owners};
 use crate::spec::{Dtype, ParamSpec};
 
 /// An optimizer of two rules: one that needs parameters whole and runs on their owners, and an element-wise one
@@ -27,7 +24,8 @@ use crate::spec::{Dtype, ParamSpec};
 #[derive(Debug)]
 pub struct OwnerOptimizer<R, O> {
     rule: R,
-    rest: ShardedOptimizer<O>,
+    /// The optimizer of the parameters without owner.
+    pub(crate) rest: ShardedOptimizer<O>,
     /// The owner of each physical parameter; `None` if the element-wise rule updates it.
     owners: Table<ParamId, Option<usize>>,
     /// State buffers of each physical parameter; none where another rank owns it.
@@ -84,7 +82,8 @@ impl<M> Fsdp<M> {
             owned && rule.wants(spec)
         };
         let cost = |param: ParamId| wants(param).then(|| rule.cost(ctx.spec(param)));
-        let owners = choose_owners(&ctx.layout, ctx.comm.size(), cost);
+        let owners = choose_owners(&ctx.layout, ctx.comm.size(), |param| cost(ParamId::new(param)));
+        let owners = Table::<ParamId, _>::from(owners);
         let mut states = Vec::with_capacity(owners.len());
         for (param, owner) in owners.entries() {
             let spec = ctx.spec(param);
@@ -104,41 +103,7 @@ impl<M> Fsdp<M> {
     }
 }
 
-/// An owner for each parameter that has a cost: bucket by bucket, the dearest parameter first, to the rank that
-/// has the least work in the bucket, then overall.
-fn choose_owners(
-    layout: &ModelLayout,
-    ranks: usize,
-    cost: impl Fn(ParamId) -> Option<u64>,
-) -> Table<ParamId, Option<usize>> {
-    let mut owners: Table<ParamId, Option<usize>> = vec![None; layout.params.len()].into();
-    let mut total = vec![0u64; ranks];
-    for bucket in &layout.buckets {
-        let params = bucket.items.iter().map(|item| ParamId::new(item.param));
-        let mut wanted: Vec<(u64, ParamId)> =
-            params.filter_map(|param| Some((cost(param)?, param))).collect();
-        wanted.sort_by_key(|&(cost, param)| (std::cmp::Reverse(cost), param));
-        let mut load = vec![0u64; ranks];
-        for (cost, param) in wanted {
-            let owner = (0..ranks).min_by_key(|&rank| (load[rank], total[rank], rank)).expect("a rank");
-            load[owner] = load[owner].saturating_add(cost);
-            total[owner] = total[owner].saturating_add(cost);
-            owners[param] = Some(owner);
-        }
-    }
-    owners
-}
-
 impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
-    /// The optimizer of the parameters without owner.
-    pub(crate) fn rest_optimizer(&self) -> &ShardedOptimizer<O> {
-        &self.rest
-    }
-
-    pub(crate) fn rest_optimizer_mut(&mut self) -> &mut ShardedOptimizer<O> {
-        &mut self.rest
-    }
-
     /// The physical parameters that have an owner, and their states, which only the owner has.
     pub(crate) fn owned_states(&self) -> impl Iterator<Item = (ParamId, &[Slice])> {
         let owned = self.owners.entries().filter(|(_, owner)| owner.is_some());
@@ -197,17 +162,17 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
         let ctx = &engine.ctx;
         self.rule.validate()?;
         let mut lines = Vec::new();
-        if self.rest.is_new() {
+        if !self.rest.begun {
             let (name, lr) = (self.rule.name(), self.rule.learning_rate());
             lines.push(format!("owner rule {name}, learning rate {lr}"));
             lines.extend(self.owners().map(|(name, owner)| format!("`{name}` has the owner {owner:?}")));
         }
-        let Some(due) = self.rest.begin(engine, |rest| [rest, lines].concat())? else { return Ok(false) };
+        let Some(due) = self.rest.begin(engine, lines)? else { return Ok(false) };
         let number = engine.step().number;
         for bucket in &ctx.resources.buckets {
             let items = bucket.layout.items.iter().copied();
             let owned: Vec<Item> = items.filter(|item| self.owner(item).is_some()).collect();
-            if !owned.is_empty() && due.with_gradient[UnitId::new(bucket.layout.key.unit)] {
+            if !owned.is_empty() && due.with_gradient[UnitId::of(&bucket.layout)] {
                 self.step_bucket(ctx, number, &due, bucket, &owned)?;
             }
         }
@@ -225,33 +190,25 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
         ctx: &Ctx,
         step: u64,
         due: &DueStep,
-        bucket: &GroupBuffers,
+        bucket: &BucketBuffers,
         owned: &[Item],
     ) -> Result<()> {
         let Some(main_grad) = &bucket.main_grad else { return Ok(()) };
         let compute = ctx.compute();
         let moment = Moment { phase: Phase::Optimizer, step };
         let sharded = ctx.config.strategy.shards_optim() || bucket.layout.outer > 1;
-        let tag = moment.tag(&ctx.unit(UnitId::new(bucket.layout.key.unit)).path);
+        let tag = moment.tag(&ctx.unit(UnitId::of(&bucket.layout)).path);
         let category = Some(Category::OwnerStep);
-        // The whole in f32, and whether it is a copy.
-        let whole = |buffer: &DataParallelBuffer| -> Result<(Slice, bool)> {
-            let whole = if sharded {
-                whole::gather_whole(ctx, bucket, buffer, &tag, category)?
-            } else {
-                buffer.data().clone()
+        let whole = |buffer: &DataParallelBuffer| -> Result<Slice> {
+            let whole = match sharded {
+                true => whole::gather_whole(ctx, bucket, buffer, &tag, category)?,
+                false => buffer.data().clone(),
             };
-            if whole.dtype() == Dtype::F32 {
-                return Ok((whole, sharded));
-            }
-            // SAFETY: it is known to this call only, which uses it on the compute stream, or here when that is done.
-            let wide =
-                unsafe { ctx.account().allocate(Category::OwnerStep, Dtype::F32, bucket.layout.size) }?;
-            cast(compute, &whole, &wide)?;
-            Ok((wide, true))
+            Ok(whole::widened(ctx, whole, category)?)
         };
-        let (weights, copied) = whole(bucket.optimizer_weight())?;
-        let (grads, _) = whole(main_grad)?;
+        let own_weights = bucket.optimizer_weight();
+        let (weights, grads) = (whole(own_weights)?, whole(main_grad)?);
+        let copied = sharded || own_weights.data().dtype() != Dtype::F32;
         compute.record().synchronize()?;
         for item in owned {
             if self.owner(item) == Some(ctx.comm.rank()) {
@@ -265,11 +222,9 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             ctx.comm.broadcast(compute, tag, weights.range(item.range()), owner)?;
         }
         if copied {
-            let own = bucket.owned.clone();
-            for item in owned {
-                let part = item.start.max(own.start)..(item.start + item.len).min(own.end);
+            for part in owned.iter().map(|item| bucket.owned_of(&item.range())) {
                 if !part.is_empty() {
-                    cast(compute, &weights.range(part.clone()), &bucket.optimizer_weight().part(part))?;
+                    cast(compute, &weights.range(part.clone()), &own_weights.part(part))?;
                 }
             }
         }
@@ -288,7 +243,7 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
         let overrides = *self.rest.param_groups().of(param).overrides();
         let (states, lr) = (&self.states[param], self.rule.learning_rate() * overrides.lr_factor);
         let (steps, rule, backend) =
-            (self.rest.unit_steps(ctx.unit_of(param)), &mut self.rule, &*ctx.backend);
+            (self.rest.counts.unit_steps[ctx.unit_of(param)], &mut self.rule, &*ctx.backend);
         // SAFETY: reductions are done, no weights are gathered (`finish_grad_sync`) and the gather of this
         // bucket is complete, so this thread is the only user of these buffers; they are different ones.
         let updated = unsafe {
@@ -311,55 +266,5 @@ impl<R: OwnerRule, O: Optimizer> OwnerOptimizer<R, O> {
             param: spec.name.clone(),
             message: format!("owner rule {}: {error}", self.rule.name()),
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::layout::{LayoutOptions, ShardAlignment, UnitSpec};
-    use crate::spec::GroupKey;
-
-    fn layout(units: &[&[usize]], ranks: usize) -> ModelLayout {
-        let spec = |unit: usize, index: usize, n: usize| ParamSpec {
-            name: format!("{unit}.{index}"),
-            shape: vec![n],
-            key: GroupKey { dtype: Dtype::F32, expert: false, requires_grad: true, unit },
-            no_decay: false,
-            tp: None,
-            tp_parts: 1,
-            shared: false,
-            aliases: Vec::new(),
-            fused: Vec::new(),
-        };
-        let of_unit = |(unit, params): (usize, &&[usize])| {
-            params.iter().enumerate().map(|(index, &n)| spec(unit, index, n)).collect::<Vec<_>>()
-        };
-        let params = units.iter().enumerate().flat_map(of_unit).collect();
-        let names: Vec<UnitSpec> = (0..units.len()).map(|unit| UnitSpec::new(unit.to_string())).collect();
-        let options =
-            LayoutOptions { ranks, outer: 1, alignment: ShardAlignment::Element, bucket_size: None };
-        ModelLayout::build(params, &names, &options).unwrap()
-    }
-
-    fn owners(units: &[&[usize]], ranks: usize) -> Vec<Option<usize>> {
-        let layout = layout(units, ranks);
-        let cost = |param: ParamId| Some(layout.params[param.index()].numel() as u64);
-        choose_owners(&layout, ranks, cost).iter().copied().collect()
-    }
-
-    #[test]
-    fn the_dearest_parameter_goes_to_the_rank_with_the_least_work() {
-        assert_eq!(owners(&[&[1, 3, 2]], 2), [Some(1), Some(0), Some(1)]);
-        // Rank 0 has had the dear one of the first bucket: it gets the cheap one of the second.
-        assert_eq!(owners(&[&[10, 1], &[10, 1]], 2), [Some(0), Some(1), Some(1), Some(0)]);
-        assert_eq!(owners(&[&[5], &[5], &[5], &[5]], 2), [0, 1, 0, 1].map(Some));
-    }
-
-    #[test]
-    fn parameters_without_cost_have_no_owner() {
-        let layout = layout(&[&[4, 4]], 3);
-        let owners = choose_owners(&layout, 3, |param| (param.index() == 1).then_some(4));
-        assert_eq!(owners.iter().copied().collect::<Vec<_>>(), [None, Some(0)]);
     }
 }

@@ -2,19 +2,12 @@
 
 use crate::comm::{CommError, Phase};
 use crate::device::{Slice, TensorDevice, read_anywhere, update_all_anywhere, update_anywhere};
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::api::unitless;
 use crate::engine::build::agreement::agree;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{BucketId, Id, ParamId, Table, UnitId};
-use crate::engine::io::held::StepCounts;
 use crate::engine::io::whole;
-use crate::engine::optim::grad_norm;
-use crate::engine::optim::groups::ParamGroups;
-use crate::engine::optim::in_backward;
-use crate::engine::step::{Locked, Step};
+use crate::engine::optim::{grad_norm, in_backward};
 use crate::engine::unit::gradients;
+use crate::engine::{BucketId, Ctx, Engine, Fsdp, Id, Locked, ParamGroups, ParamId, Step, Table, UnitId};
 use crate::error::{Error, Result};
 use crate::memory::Category;
 use crate::optim::{AdamWRun, AdamWScalars, KernelUpdate, Kernels, Optimizer, ParamGroup, Segment, StepInfo};
@@ -33,15 +26,20 @@ pub struct ShardedOptimizer<O> {
     pub(crate) states: Table<BucketId, Vec<Slice>>,
     state_layout: StateLayout,
     /// What is updated in each bucket.
-    parts: Table<BucketId, Vec<Part>>,
+    pub(crate) parts: Table<BucketId, Vec<Part>>,
     /// The physical parameters that it updates, on any rank.
-    updated: Vec<ParamId>,
-    /// Steps taken.
-    steps: u64,
+    pub(crate) updated: Vec<ParamId>,
+    pub(crate) counts: StepCounts,
     /// It has stepped since it was made: the ranks have compared theirs.
-    begun: bool,
-    /// Those in which a unit had gradients.
-    unit_steps: Table<UnitId, u64>,
+    pub(crate) begun: bool,
+}
+
+/// The steps that an optimizer has taken, as checkpoints keep them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepCounts {
+    pub steps: u64,
+    /// Those in which a unit had gradients: what the corrections of young moments depend on.
+    pub unit_steps: Table<UnitId, u64>,
 }
 
 /// A part of a parameter that this rank's optimizer updates; never empty.
@@ -122,7 +120,6 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let mut states = Vec::with_capacity(ctx.resources.buckets.len());
         let mut updated = Vec::new();
         for bucket in &ctx.resources.buckets {
-            let extent = bucket.owned.clone();
             let mut parts: Vec<Part> = Vec::new();
             let mut len = 0;
             let trainable = bucket.layout.key.requires_grad;
@@ -131,16 +128,16 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                 // On every rank, whether or not it holds a part.
                 rule.check_overrides(groups.of(param).overrides())?;
                 updated.push(param);
-                let range = item.start.max(extent.start)..(item.start + item.len).min(extent.end);
+                let range = bucket.owned_of(&item.range());
                 if range.is_empty() {
                     continue;
                 }
-                let state = if layout == StateLayout::Shard { range.start - extent.start } else { len };
+                let state = if layout == StateLayout::Shard { range.start - bucket.owned.start } else { len };
                 len += range.len();
                 parts.push(Part { param, range, state });
             }
             if layout == StateLayout::Shard {
-                len = extent.len();
+                len = bucket.owned.len();
             }
             let buffers = if trainable { rule.state_names().len() } else { 0 };
             // SAFETY: the optimizer keeps it, and all calls that use it borrow the optimizer: those that write it mutably.
@@ -149,7 +146,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             states.push((0..buffers).map(state).collect::<std::result::Result<_, _>>()?);
             all_parts.push(parts);
         }
-        let unit_steps = vec![0; ctx.resources.units.len()];
+        let counts = StepCounts { steps: 0, unit_steps: vec![0; ctx.resources.units.len()].into() };
         Ok(ShardedOptimizer {
             rule,
             engine: ctx.id,
@@ -158,28 +155,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             state_layout: layout,
             parts: all_parts.into(),
             updated,
-            steps: 0,
+            counts,
             begun: false,
-            unit_steps: unit_steps.into(),
         })
-    }
-
-    /// By bucket: the state buffers, and the parts that are updated with them.
-    pub(crate) fn state_parts(&self) -> impl Iterator<Item = (&[Slice], &[Part])> {
-        self.states.iter().map(Vec::as_slice).zip(self.parts.iter().map(Vec::as_slice))
-    }
-
-    /// The physical parameters that it updates, on any rank.
-    pub(crate) fn updated_params(&self) -> &[ParamId] {
-        &self.updated
-    }
-
-    pub(crate) fn step_counts(&self) -> StepCounts {
-        StepCounts { steps: self.steps, unit_steps: self.unit_steps.clone() }
-    }
-
-    pub(crate) fn set_step_counts(&mut self, counts: StepCounts) {
-        (self.steps, self.unit_steps) = (counts.steps, counts.unit_steps);
     }
 
     /// The update rule.
@@ -199,7 +177,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
     /// Steps taken.
     pub fn steps(&self) -> u64 {
-        self.steps
+        self.counts.steps
     }
 
     /// The parameter groups, and which parameter is in which.
@@ -225,19 +203,15 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// `strict_gradients`, in the first step, if a trainable parameter got no gradient on any rank.
     pub fn step<M>(&mut self, model: &mut Fsdp<M>) -> Result<bool> {
         let engine = &**model.engine();
-        let Some(due) = self.begin(engine, |lines| lines)? else { return Ok(false) };
+        let Some(due) = self.begin(engine, Vec::new())? else { return Ok(false) };
         self.update(&engine.ctx, &due)?;
         due.finish(&engine.ctx, &mut engine.step())?;
         Ok(true)
     }
 
-    /// Checks that a step can be taken, waits for the gradients, and counts the step; `None` if it is to be skipped. `more`
-    /// adds to what ranks compare in the first step.
-    pub(crate) fn begin(
-        &mut self,
-        engine: &Engine,
-        more: impl FnOnce(Vec<String>) -> Vec<String>,
-    ) -> Result<Option<DueStep>> {
+    /// Checks that a step can be taken, waits for the gradients, and counts the step; `None` if it is to be skipped. In the
+    /// first step ranks compare the lines of `more`, too.
+    pub(crate) fn begin(&mut self, engine: &Engine, more: Vec<String>) -> Result<Option<DueStep>> {
         let ctx = &engine.ctx;
         self.check(ctx)?;
         in_backward::refuse(ctx, "a step after it")?;
@@ -246,7 +220,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             step.check_has_backward(ctx)?;
             unitless::report(ctx, step)?;
             gradients::finish(ctx, step)?;
-            if self.is_new() {
+            if !self.begun {
                 self.agree(ctx, step, more)?;
                 whole::report_missing_gradients(ctx, step)?;
             }
@@ -254,39 +228,33 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         if !grad_norm::may_step(engine)? {
             return Ok(None);
         }
-        self.count_step();
         let span = ctx.begin_span("optimizer", &"optimizer".into());
         let step = &mut engine.step();
-        let at = StepInfo { step: self.steps, grad_scale: step.gradients.factors.scale };
-        let due = DueStep { at, with_gradient: step.with_gradient().into(), span };
-        self.count_units(&due);
-        self.note(ctx, step, &due);
-        Ok(Some(due))
+        let (grad_scale, with_gradient) = (step.gradients.factors.scale, step.with_gradient());
+        Ok(Some(self.due(ctx, step, grad_scale, with_gradient, span)))
     }
 
-    /// Counts the step for the units that have gradients in it.
-    pub(crate) fn count_units(&mut self, due: &DueStep) {
-        for (steps, with_gradient) in self.unit_steps.iter_mut().zip(&due.with_gradient) {
+    /// Counts the step, also for the units that have gradients in it, and lets the ranks compare it.
+    pub(crate) fn due(
+        &mut self,
+        ctx: &Ctx,
+        step: &mut Step,
+        grad_scale: f32,
+        with_gradient: Table<UnitId, bool>,
+        span: Begun,
+    ) -> DueStep {
+        self.begun = true;
+        self.counts.steps += 1;
+        for (steps, with_gradient) in self.counts.unit_steps.iter_mut().zip(&with_gradient) {
             *steps += u64::from(*with_gradient);
         }
-    }
-
-    /// Steps in which the unit had gradients: what the corrections of young moments depend on.
-    pub(crate) fn unit_steps(&self, unit: UnitId) -> u64 {
-        self.unit_steps[unit]
-    }
-
-    /// Lets the ranks compare the step, of which no collective tells.
-    pub(crate) fn note(&self, ctx: &Ctx, step: &mut Step, due: &DueStep) {
-        let units = ctx.resources.units.iter().zip(&due.with_gradient);
+        let units = ctx.resources.units.iter().zip(&with_gradient);
         let units = units.filter(|(unit, with)| **with && !unit.buckets.is_empty()).count();
-        let event = format!(
-            "after step {} by {}, with gradients in {units} units scaled by {}",
-            due.at.step,
-            self.rule.describe(),
-            due.at.grad_scale
-        );
-        step.note_event(ctx, event);
+        let (number, rule) = (self.counts.steps, self.rule.describe());
+        let scaled = format!("with gradients in {units} units scaled by {grad_scale}");
+        // No collective tells of it.
+        step.note_event(ctx, format!("after step {number} by {rule}, {scaled}"));
+        DueStep { at: StepInfo { step: number, grad_scale }, with_gradient, span }
     }
 
     pub(crate) fn check(&self, ctx: &Ctx) -> Result<()> {
@@ -296,35 +264,20 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(self.rule.validate()?)
     }
 
-    /// It has not stepped since it was made.
-    pub(crate) fn is_new(&self) -> bool {
-        !self.begun
-    }
-
     /// Makes sure that all ranks have the same rule, settings and parameter groups.
-    pub(crate) fn agree(
-        &self,
-        ctx: &Ctx,
-        step: &mut Locked<'_>,
-        more: impl FnOnce(Vec<String>) -> Vec<String>,
-    ) -> Result<()> {
-        let lines = std::iter::once(self.rule.describe()).chain(self.groups.fingerprint()).collect();
-        agree(ctx, step, ("optimizer", Phase::Optimizer), &more(lines))
-    }
-
-    pub(crate) fn count_step(&mut self) {
-        self.begun = true;
-        self.steps += 1;
+    pub(crate) fn agree(&self, ctx: &Ctx, step: &mut Locked<'_>, more: Vec<String>) -> Result<()> {
+        let lines = std::iter::once(self.rule.describe()).chain(self.groups.fingerprint());
+        agree(ctx, step, ("optimizer", Phase::Optimizer), &lines.chain(more).collect::<Vec<_>>())
     }
 
     /// Runs the rule over this rank's parts.
     pub(crate) fn update(&self, ctx: &Ctx, due: &DueStep) -> Result<(), CommError> {
         for (id, bucket) in ctx.resources.buckets.entries() {
-            let unit = UnitId::new(bucket.layout.key.unit);
+            let unit = UnitId::of(&bucket.layout);
             if let Some(grads) = &bucket.main_grad
                 && due.with_gradient[unit]
             {
-                let at = StepInfo { step: self.unit_steps[unit], ..due.at };
+                let at = StepInfo { step: self.counts.unit_steps[unit], ..due.at };
                 // SAFETY: `begin`, without which there is no `DueStep`, has waited for all reductions and given up all that was
                 // gathered (`finish_grad_sync`), and has the model and the optimizer borrowed mutably since.
                 unsafe { self.update_bucket(ctx, at, id, grads.data(), grads.held().start)? };
@@ -387,7 +340,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         start: usize,
     ) -> Result<bool, CommError> {
         let [exp_avg, exp_avg_sq] = self.states[bucket].as_slice() else { return Ok(false) };
-        let group = &ctx.resources.buckets[bucket];
+        let buffers = &ctx.resources.buckets[bucket];
         let mut runs = Vec::with_capacity(self.parts[bucket].len());
         for Part { param, range, state } in &self.parts[bucket] {
             let decay = !ctx.spec(*param).no_decay;
@@ -400,7 +353,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         }
         let update = |range: &Range<usize>, states: Range<usize>, runs: &[AdamWRun]| {
             let (weights, grads) = (
-                group.optimizer_weight().part(range.clone()),
+                buffers.optimizer_weight().part(range.clone()),
                 grads.range(range.start - start..range.end - start),
             );
             let moments = [&exp_avg.range(states.clone()), &exp_avg_sq.range(states)];
@@ -414,7 +367,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     step,
                 };
                 let runs: Vec<AdamWRun> = runs.into_iter().map(run).collect();
-                update(&group.owned, 0..group.owned.len(), &runs)?;
+                update(&buffers.owned, 0..buffers.owned.len(), &runs)?;
             }
             StateLayout::Compact => {
                 for (range, state, step) in runs {

@@ -4,12 +4,9 @@
 use candle_core::Tensor;
 
 use crate::comm::{HostOp, Phase};
-use crate::engine::api::config::GradientScaling;
-use crate::engine::api::fsdp::Fsdp;
 use crate::engine::api::joined;
-use crate::engine::ctx::Ctx;
-use crate::engine::step::Locked;
 use crate::engine::unit::gradients;
+use crate::engine::{Ctx, Fsdp, GradientScaling, Locked};
 use crate::error::{Error, Result};
 
 /// The tokens of one optimizer step.

@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use super::super::ids::{BucketId, Id, Table, UnitId};
-use super::registration::{register, register_outer, settle};
+use super::registration::{register, settle};
 use super::weights::How;
 use super::{Change, Moment, Order, Reshard, Resources, Unit, Units, Weights};
 use crate::comm::{CommError, Communicator, Registration};
@@ -72,7 +72,7 @@ pub(crate) struct AllGatherPipeline {
     /// Bytes that an element has at most.
     widest: usize,
     /// Most units ahead that were ever asked for.
-    deepest: usize,
+    pub(crate) deepest: usize,
     pub(crate) forward_order: Order,
     pub(crate) backward_order: Order,
     clock: u64,
@@ -161,10 +161,10 @@ impl AllGatherPipeline {
     pub(crate) fn register_pool(&mut self, units: &Units, how: Registration) -> Result<(), CommError> {
         if let Some(outer) = &self.options.outer {
             let trainable = self.resources.buckets.iter().filter(|bucket| bucket.layout.key.requires_grad);
-            register_outer(&**outer, how, trainable.map(|bucket| bucket.model_weight.data()))?;
+            register(&**outer, how, trainable.map(|bucket| bucket.model_weight.data().clone()).collect())?;
         }
         settle(&mut self.pool, &*self.comm)?;
-        register(&self.pool, &*self.comm, how, |_| true)?;
+        register(&*self.comm, how, self.pool.buffers_of(|_| true))?;
         let mut known: Vec<&Arc<dyn Communicator>> = Vec::new();
         for unit in units {
             let Reshard::Within(neighbours) = &unit.weights.reshard else { continue };
@@ -176,7 +176,7 @@ impl AllGatherPipeline {
                 Reshard::Within(other) => Arc::ptr_eq(neighbours, other),
                 Reshard::Always | Reshard::Never => false,
             };
-            register(&self.pool, &**neighbours, how, within)?;
+            register(&**neighbours, how, self.pool.buffers_of(within))?;
         }
         Ok(())
     }
@@ -211,11 +211,6 @@ impl AllGatherPipeline {
         if units[unit].weights.is_sharded() { self.launch(units, unit, Want::Now, moment) } else { Ok(()) }
     }
 
-    /// The forward that uses the unit now has a backward to come.
-    pub(crate) fn expect_backward(&mut self, units: &mut Units, unit: UnitId) {
-        units[unit].weights.expected = true;
-    }
-
     /// No backward is to come, of no unit.
     pub(crate) fn expect_nothing(&mut self, units: &mut Units) {
         units.iter_mut().for_each(|unit| unit.weights.expect_nothing());
@@ -231,11 +226,6 @@ impl AllGatherPipeline {
     /// How many units are gathered ahead.
     pub(crate) fn prefetch_depths(&self) -> Prefetch {
         self.options.prefetch
-    }
-
-    /// Most units ahead that were ever asked for.
-    pub(crate) fn deepest(&self) -> usize {
-        self.deepest
     }
 
     /// One use of the unit's full weights is over.
@@ -419,7 +409,7 @@ impl AllGatherPipeline {
     /// compute stream wait for that. All ranks must call it alike.
     pub(crate) fn complete_shards(&mut self, units: &mut Units, moment: Moment) -> Result<(), CommError> {
         let outer = self.options.outer.as_deref();
-        if outer.is_none() || units.iter().all(|unit| !unit.weights.is_outer_stale()) {
+        if outer.is_none() || units.iter().all(|unit| !unit.weights.outer_stale) {
             return Ok(());
         }
         for (unit, state) in self.resources.units.iter().zip(units.iter_mut()) {

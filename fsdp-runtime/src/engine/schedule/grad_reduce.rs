@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use super::super::ids::{BucketId, UnitId};
 use super::grads::{Buckets, Main};
-use super::registration::{register, register_outer, settle};
+use super::registration::{register, settle};
 use super::{GradPart, Grads, Moment, Resources, Unit, Units};
 use crate::comm::{Accumulate, CommError, Communicator, Reduce, Registration};
 use crate::device::{Event, Slice, Stream, cast};
@@ -89,12 +89,15 @@ pub(crate) struct GradReducePipeline {
     pool: Pool,
     /// In the order of their launches.
     queue: VecDeque<Reducing>,
-    reduced: Vec<ReducedUnit>,
+    /// What was reduced, where the model keeps no main gradients, and is not taken yet.
+    pub(crate) reduced: Vec<ReducedUnit>,
     /// The last reduction among the inner ranks.
     last: Option<Arc<dyn Event>>,
     /// The last one among the outer ranks.
     last_outer: Option<Arc<dyn Event>>,
-    held_back: bool,
+    /// The gradients of more units than there is room for had to be held at a time: those of units whose next backward is
+    /// still to come.
+    pub(crate) held_back: bool,
 }
 
 impl GradReducePipeline {
@@ -156,16 +159,13 @@ impl GradReducePipeline {
 
     /// Has the buckets of the pool in memory that stays, registered with the communicator that reduces them, and the main
     /// gradients with that of the outer ranks, if there are any. To be called on all ranks before the first reduction.
-    ///
-    /// # Errors
-    /// As for [`AllGatherPipeline::register_pool`](super::AllGatherPipeline::register_pool).
     pub(crate) fn register_pool(&mut self, how: Registration) -> Result<(), CommError> {
         if let Some(outer) = &self.options.outer {
             let grads = self.resources.buckets.iter().filter_map(|bucket| bucket.main_grad.as_ref());
-            register_outer(&*outer.comm, how, grads.map(|grads| grads.data()))?;
+            register(&*outer.comm, how, grads.map(|grads| grads.data().clone()).collect())?;
         }
         settle(&mut self.pool, &*self.comm)?;
-        register(&self.pool, &*self.comm, how, |_| true)
+        register(&*self.comm, how, self.pool.buffers_of(|_| true))
     }
 
     /// Opens the unit's targets, from now until [`Self::reduce`]. Waits, in stream order, until there is room for
@@ -173,7 +173,7 @@ impl GradReducePipeline {
     pub(crate) fn open(&mut self, units: &mut Units, unit: UnitId) -> Result<(), CommError> {
         for other in units.ids() {
             let state = &mut units[other];
-            state.grads.encloses = other != unit && state.weights.uses() > 0;
+            state.grads.encloses = other != unit && state.weights.uses > 0;
         }
         (0..units[unit].grads.parts.len()).try_for_each(|part| self.open_part(units, unit, part))
     }
@@ -191,8 +191,7 @@ impl GradReducePipeline {
         }
         let buckets = if self.options.strategy.shards_grads() {
             let (in_pool, numel) = (grads.in_pool, grads.numel);
-            self.make_room(units, in_pool, numel)?;
-            self.take_buckets(in_pool)?
+            self.take_buckets(units, in_pool, numel)?
         } else {
             let slices = grads.mains(&self.resources).map(|main| main.data().clone()).collect();
             Buckets { lease: None, slices, fresh: grads.main == Main::Nothing }
@@ -288,11 +287,6 @@ impl GradReducePipeline {
         self.options.outer.as_ref().map(|outer| outer.stream.clone())
     }
 
-    /// What was reduced, where the model keeps no main gradients, and not taken yet.
-    pub(crate) fn take_reduced(&mut self) -> Vec<ReducedUnit> {
-        std::mem::take(&mut self.reduced)
-    }
-
     fn reduced_twice(&self, path: &str) -> CommError {
         let message = format!(
             "unit `{path}` has gradients twice in one backward, after the optimizer has stepped it: train this model \
@@ -326,7 +320,9 @@ impl GradReducePipeline {
         }
     }
 
-    fn take_buckets(&mut self, in_pool: usize) -> Result<Buckets, CommError> {
+    /// Room for the gradients of a part, once there is.
+    fn take_buckets(&mut self, units: &Units, in_pool: usize, numel: usize) -> Result<Buckets, CommError> {
+        self.make_room(units, in_pool, numel)?;
         let lease = self.pool.acquire(in_pool)?;
         let slices = lease.iter().flat_map(Lease::buffers).cloned().collect();
         Ok(Buckets { lease, slices, fresh: true })
@@ -368,12 +364,6 @@ impl GradReducePipeline {
         }
     }
 
-    /// The gradients of more units than there is room for had to be held at a time: those of units whose next backward is
-    /// still to come.
-    pub(crate) fn has_held_back(&self) -> bool {
-        self.held_back
-    }
-
     /// The part's buckets are free again when what was launched last is over.
     fn give_back(&mut self, part: &GradPart, lease: Option<Lease>) -> Arc<dyn Event> {
         let done = self.resources.streams.reduce.record();
@@ -398,11 +388,9 @@ impl GradReducePipeline {
         if grads.buckets.is_empty() {
             return Ok(());
         }
-        let narrow = self.options.wire != self.options.main;
         let (in_pool, numel) = (grads.in_pool, grads.numel);
-        let wire = if narrow {
-            self.make_room(units, in_pool, numel)?;
-            self.take_buckets(in_pool)?
+        let wire = if self.options.wire != self.options.main {
+            self.take_buckets(units, in_pool, numel)?
         } else {
             Buckets { lease: None, slices: Vec::new(), fresh: true }
         };

@@ -34,8 +34,10 @@ pub(crate) struct GradPart {
 }
 
 /// Where the gradients of a microbatch are written.
+#[derive(Default)]
 enum Target {
     /// Nowhere.
+    #[default]
     None,
     /// Here, in this backward.
     Open(Buckets),
@@ -103,11 +105,9 @@ impl GradPart {
 
     /// True if gradients are written to what is there already.
     pub(super) fn reopen(&mut self) -> bool {
-        self.target = match std::mem::replace(&mut self.target, Target::None) {
-            Target::Open(buckets) | Target::Held(buckets) => Target::Open(buckets),
-            Target::None => return false,
-        };
-        true
+        let there = self.close();
+        self.target = there.map_or(Target::None, Target::Open);
+        !matches!(self.target, Target::None)
     }
 
     /// Gradients are written to `buckets` from now on.
@@ -132,17 +132,14 @@ impl GradPart {
 
     /// What was written stays, and the next backward adds to it.
     pub(super) fn hold(&mut self) {
-        self.target = match std::mem::replace(&mut self.target, Target::None) {
-            Target::Open(buckets) | Target::Held(buckets) => {
-                Target::Held(Buckets { fresh: false, ..buckets })
-            }
-            Target::None => Target::None,
-        };
+        let written = self.close();
+        self.target =
+            written.map_or(Target::None, |buckets| Target::Held(Buckets { fresh: false, ..buckets }));
     }
 
     /// Ends the writing; `None` if there was none.
     pub(super) fn close(&mut self) -> Option<Buckets> {
-        match std::mem::replace(&mut self.target, Target::None) {
+        match std::mem::take(&mut self.target) {
             Target::Open(buckets) | Target::Held(buckets) => Some(buckets),
             Target::None => None,
         }

@@ -22,7 +22,7 @@ pub(crate) use unit::{Unit, Units};
 pub(crate) use weights::{Change, Reshard, Weights};
 
 use super::ids::{BucketId, Table, UnitId};
-use crate::buffer::GroupBuffers;
+use crate::buffer::BucketBuffers;
 use crate::comm::{Phase, Tag};
 use crate::device::Stream;
 use crate::memory::Account;
@@ -43,7 +43,7 @@ pub(crate) struct Resources {
     pub tracer: Arc<Tracer>,
     /// The root first.
     pub units: Table<UnitId, Unit>,
-    pub buckets: Table<BucketId, GroupBuffers>,
+    pub buckets: Table<BucketId, BucketBuffers>,
 }
 
 /// Where in training a pipeline is asked to act; becomes the tag of its collectives.

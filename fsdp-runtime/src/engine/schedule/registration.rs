@@ -25,29 +25,14 @@ pub(super) fn settle(pool: &mut Pool, comm: &dyn Communicator) -> Result<(), Com
     }
 }
 
-/// Registers the slots that `units` draw from with the communicator of their collectives, all of whose ranks must call it.
-///
-/// # Errors
-/// Those of [`Communicator::register`].
-pub(super) fn register(
-    pool: &Pool,
-    comm: &dyn Communicator,
-    how: Registration,
-    units: impl Fn(usize) -> bool,
-) -> Result<(), CommError> {
-    let buffers = pool.buffers_of(units);
-    if buffers.is_empty() { Ok(()) } else { comm.register(&buffers, how) }
-}
-
-/// Registers memory that stays with the communicator of the outer ranks, all of which must call it.
+/// Registers memory that stays with a communicator whose collectives work on it, all of whose ranks must call it.
 ///
 /// # Errors
 /// [`CommError::Invalid`] if the memory is not of those that `comm` registers; those of [`Communicator::register`].
-pub(super) fn register_outer<'a>(
+pub(super) fn register(
     comm: &dyn Communicator,
     how: Registration,
-    slices: impl Iterator<Item = &'a Slice>,
+    slices: Vec<Slice>,
 ) -> Result<(), CommError> {
-    let slices: Vec<Slice> = slices.cloned().collect();
     if slices.is_empty() { Ok(()) } else { comm.register(&slices, how) }
 }

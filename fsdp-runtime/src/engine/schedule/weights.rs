@@ -42,21 +42,21 @@ pub(crate) struct Weights {
     /// One slice a bucket.
     full: Vec<Slice>,
     /// Forwards and backwards that use them now.
-    pub(super) uses: usize,
+    pub(crate) uses: usize,
     pub(super) last_used: u64,
     pub(super) reshard: Reshard,
     /// What it was made with.
     built: Reshard,
     /// It was told to keep its whole weights, now or before.
-    was_kept: bool,
+    pub(crate) was_kept: bool,
     /// A backward that needs the weights is to come.
-    pub(super) expected: bool,
+    pub(crate) expected: bool,
     /// This rank's part of the weights in its group of neighbours, between forward and backward.
     kept: Vec<Slice>,
     /// Frozen weights that are held whole were gathered; they change only when weights are loaded.
     frozen_gathered: bool,
     /// The outer ranks have updated their parts of the shards.
-    outer_stale: bool,
+    pub(super) outer_stale: bool,
 }
 
 impl Weights {
@@ -81,16 +81,6 @@ impl Weights {
     /// One slice a bucket, whole once the gather that is under way is over.
     pub(crate) fn full(&self) -> &[Slice] {
         &self.full
-    }
-
-    /// Forwards and backwards that use them now.
-    pub(crate) fn uses(&self) -> usize {
-        self.uses
-    }
-
-    /// They were told to stay between forward and backward, now or before.
-    pub(crate) fn was_kept(&self) -> bool {
-        self.was_kept
     }
 
     /// From now on, between forward and backward, they are as `mode` says; groups of ranks are those that were made with them.
@@ -118,16 +108,12 @@ impl Weights {
 
     /// They occupy memory of the pool, and nobody uses them.
     pub(super) fn is_idle(&self) -> bool {
-        self.lease.is_some() && self.uses == 0
+        self.is_gathered() && self.uses == 0
     }
 
     /// They occupy memory of the pool.
     pub(crate) fn is_gathered(&self) -> bool {
         self.lease.is_some()
-    }
-
-    pub(super) fn is_outer_stale(&self) -> bool {
-        self.outer_stale
     }
 
     /// This memory of the pool is theirs, for a gather that follows.
@@ -188,16 +174,13 @@ impl Weights {
             })
             .map(|(bucket, full)| Gather { send: bucket.model_weight.shard(), recv: full.clone() })
             .collect();
-        let gather = &resources.streams.gather;
         // The shards were last written on the compute stream, or by the outer ranks on this one.
-        gather.wait(&resources.streams.compute.record())?;
+        resources.streams.gather.wait(&resources.streams.compute.record())?;
         let at_once = if how.one_by_one { 1 } else { parts.len().max(1) };
         for parts in parts.chunks(at_once) {
-            resources.tracer.enqueue(&**gather, "all-gather", "all-gather", &unit.path, || {
-                how.comm.all_gather(&**gather, moment.tag(&unit.path), parts.to_vec())
-            })?;
+            all_gather(resources, unit, "all-gather", how.comm, parts.to_vec(), moment)?;
         }
-        (self.status, self.frozen_gathered) = (Status::InFlight(gather.record()), true);
+        (self.status, self.frozen_gathered) = (Status::InFlight(resources.streams.gather.record()), true);
         Ok(())
     }
 
@@ -209,9 +192,7 @@ impl Weights {
         let parts: Vec<Gather> = parts.map(|(send, recv)| Gather { send, recv: recv.clone() }).collect();
         let gather = &resources.streams.gather;
         gather.wait(&resources.streams.compute.record())?;
-        resources.tracer.enqueue(&**gather, "all-gather", "all-gather", &unit.path, || {
-            neighbours.all_gather(&**gather, moment.tag(&unit.path), parts)
-        })?;
+        all_gather(resources, unit, "all-gather", &**neighbours, parts, moment)?;
         // SAFETY: the compute stream has written them before the gather, which is the last to read them, on this stream.
         unsafe { gather.retire(&kept) };
         self.status = Status::InFlight(gather.record());
@@ -239,11 +220,8 @@ impl Weights {
         if parts.is_empty() {
             return Ok(());
         }
-        let gather = &resources.streams.gather;
-        gather.wait(&resources.streams.compute.record())?;
-        resources.tracer.enqueue(&**gather, "all-gather", "outer all-gather", &unit.path, || {
-            outer.all_gather(&**gather, moment.tag(&unit.path), parts)
-        })
+        resources.streams.gather.wait(&resources.streams.compute.record())?;
+        all_gather(resources, unit, "outer all-gather", outer, parts, moment)
     }
 
     /// Gives memory of the pool back, once a gather that is under way has ended: until then peers read this rank's shard.
@@ -273,6 +251,21 @@ impl Weights {
         }
         Ok(self.lease.take())
     }
+}
+
+/// Launches a gather of the unit's.
+fn all_gather(
+    resources: &Resources,
+    unit: &Unit,
+    name: &'static str,
+    comm: &dyn Communicator,
+    parts: Vec<Gather>,
+    moment: Moment,
+) -> Result<(), CommError> {
+    let gather = &*resources.streams.gather;
+    resources.tracer.enqueue(gather, "all-gather", name, &unit.path, || {
+        comm.all_gather(gather, moment.tag(&unit.path), parts)
+    })
 }
 
 /// How the weights of a unit are gathered.

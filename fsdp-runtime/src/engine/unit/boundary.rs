@@ -15,14 +15,11 @@ use parking_lot::Mutex;
 
 use super::gradients::{self, Expectation, is_alive};
 use crate::comm::Phase;
-use crate::engine::api::forward::{Forward, Tensors};
-use crate::engine::api::param::Param;
-use crate::engine::api::scope::{Frame, Scope};
-use crate::engine::core::{Engine, UnitGuard};
-use crate::engine::ids::UnitId;
+use crate::engine::api::scope::{Frame, Place};
+use crate::engine::core::UnitGuard;
 use crate::engine::io::buffers::{BufferValues, buffer_values};
+use crate::engine::{Forward, Param, Scope, Tensors};
 use crate::memory::share_storage;
-use crate::random::RandomKey;
 
 pub(super) fn cast_floats<T: Tensors>(tensors: &T, to: Option<DType>) -> Result<T> {
     let (packed, shapes) = tensors.pack()?;
@@ -49,13 +46,8 @@ impl Forward for PassThrough {
 pub(super) struct Run<T, C, I, O> {
     pub module: Arc<T>,
     pub context: C,
-    pub engine: Arc<Engine>,
-    pub unit: UnitId,
+    pub place: Place,
     pub weights_version: u64,
-    pub enclosing: Vec<UnitId>,
-    pub training: bool,
-    pub recomputing: bool,
-    pub random: RandomKey,
     pub boundary: std::marker::PhantomData<fn(I) -> O>,
 }
 
@@ -64,7 +56,6 @@ pub(super) struct Graph {
     /// The variable that stands for the input; `None` if the input carries no gradient.
     input: Option<Tensor>,
     pub output: Tensor,
-    pub output_shapes: Vec<Shape>,
     borrowed: Vec<Param>,
 }
 
@@ -72,8 +63,7 @@ pub(super) enum Saved {
     Graph(Graph),
     Inputs {
         input_shapes: Vec<Shape>,
-        output_shapes: Vec<Shape>,
-        shape: Shape,
+        output: Shape,
         /// What the model's buffers held before the forward.
         buffers: BufferValues,
     },
@@ -93,23 +83,12 @@ where
         track: bool,
         name: &'static str,
     ) -> Result<(O, Vec<Param>)> {
-        let ctx = &self.engine.ctx;
-        let span = ctx.begin_span(name, &ctx.unit(self.unit).path);
-        let frame = Frame {
-            engine: self.engine.clone(),
-            unit: self.unit,
-            enclosing: self.enclosing.clone(),
-            track,
-            training: self.training,
-            recomputing: self.recomputing,
-            random: self.random,
-            draws: Default::default(),
-            borrowed: Default::default(),
-        };
-        let output = self
-            .module
-            .forward(input, &self.context, &frame.scope())
-            .map_err(|error| self.engine.note_unit_failure(self.unit, None, error))?;
+        let Place { engine, unit, .. } = &self.place;
+        let ctx = &engine.ctx;
+        let span = ctx.begin_span(name, &ctx.unit(*unit).path);
+        let frame = Frame::new(self.place.clone(), track);
+        let output = self.module.forward(input, &self.context, &frame.scope());
+        let output = output.map_err(|error| engine.note_unit_failure(*unit, None, error))?;
         if ctx.config.check_finite {
             self.check_finite(&output)?;
         }
@@ -120,8 +99,9 @@ where
     /// The output, in memory of its own if it is a weight of the unit or a view of one: that memory is about to be taken back.
     pub(super) fn outlasting(&self, output: O) -> Result<O> {
         let (packed, shapes) = output.pack()?;
-        let ctx = &self.engine.ctx;
-        let mut weights = ctx.unit(self.unit).params.iter().map(|&param| ctx.params[param].variable.tensor());
+        let ctx = &self.place.engine.ctx;
+        let mut weights =
+            ctx.unit(self.place.unit).params.iter().map(|&param| ctx.params[param].variable.tensor());
         let packed = match weights.any(|weight| share_storage(weight, &packed)) {
             true if packed.elem_count() == 0 => packed.zeros_like()?,
             true => packed.force_contiguous()?,
@@ -130,19 +110,19 @@ where
         O::unpack(&packed, &shapes)
     }
 
-    /// Runs the module on a detached input and keeps the graph.
+    /// Runs the module on a detached input and keeps the graph; with the shapes of the output.
     pub(super) fn graph(
         &self,
         whole: &UnitGuard,
         packed: &Tensor,
         shapes: &[Shape],
         name: &'static str,
-    ) -> Result<Graph> {
+    ) -> Result<(Graph, Vec<Shape>)> {
         let tracked = packed.track_op();
         let leaf = if tracked { Var::from_tensor(&packed.detach())?.into_inner() } else { packed.detach() };
         let (output, borrowed) = self.forward(whole, &I::unpack(&leaf, shapes)?, true, name)?;
         let (output, output_shapes) = output.pack()?;
-        Ok(Graph { input: tracked.then_some(leaf), output, output_shapes, borrowed })
+        Ok((Graph { input: tracked.then_some(leaf), output, borrowed }, output_shapes))
     }
 
     /// Runs the module again, on what it had the first time: the `buffers` as they were before. What it writes to buffers this time is dropped.
@@ -153,12 +133,13 @@ where
         shapes: &[Shape],
         buffers: &BufferValues,
     ) -> Result<Graph> {
-        let present = buffer_values(&self.engine.ctx, &mut self.engine.step())?;
+        let engine = &self.place.engine;
+        let present = buffer_values(&engine.ctx, &mut engine.step())?;
         buffers.restore()?;
-        self.recomputing = true;
+        self.place.recomputing = true;
         let graph = self.graph(whole, packed, shapes, "recompute");
         present.restore()?;
-        graph
+        Ok(graph?.0)
     }
 
     fn check_finite(&self, output: &O) -> Result<()> {
@@ -167,9 +148,10 @@ where
         if sum.is_finite() {
             return Ok(());
         }
-        let phase = self.engine.step().phase();
-        let error = self.engine.unit_error(self.unit, phase, "its output holds a NaN or an infinity");
-        Err(self.engine.note_failure(error))
+        let Place { engine, unit, .. } = &self.place;
+        let phase = engine.step().phase();
+        let error = engine.unit_error(*unit, phase, "its output holds a NaN or an infinity");
+        Err(engine.note_failure(error))
     }
 }
 
@@ -182,19 +164,19 @@ pub(super) struct Boundary<T, C, I, O> {
 }
 
 impl<T, C, I, O> Boundary<T, C, I, O> {
-    fn take_value(&self) -> Result<Storage> {
+    /// Takes the output, as the storage that `of` finds in it.
+    fn take<S>(&self, of: impl FnOnce(Storage) -> std::result::Result<S, Storage>) -> Result<(S, Shape)> {
         let Some(value) = self.value.lock().take() else {
             candle_core::bail!("a unit's output is taken once");
         };
-        Ok(value)
+        match of(value) {
+            Ok(value) => Ok((value, self.shape.clone())),
+            Err(other) => candle_core::bail!(
+                "a unit's output is on {:?}, and its input on another device",
+                other.device()
+            ),
+        }
     }
-}
-
-fn apart(output: &Storage) -> candle_core::Error {
-    candle_core::Error::Msg(format!(
-        "a unit's output is on {:?}, and its input on another device",
-        output.device()
-    ))
 }
 
 pub(super) struct BackwardPass<T, C, I, O> {
@@ -213,30 +195,18 @@ where
         "fsdp-unit"
     }
 
-    fn cpu_fwd(
-        &self,
-        _input: &CpuStorage,
-        _input_layout: &Layout,
-        _anchor: &CpuStorage,
-        _anchor_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        match self.take_value()? {
-            Storage::Cpu(value) => Ok((value, self.shape.clone())),
-            other => Err(apart(&other)),
-        }
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.take(|value| if let Storage::Cpu(value) = value { Ok(value) } else { Err(value) })
     }
 
     fn cuda_fwd(
         &self,
-        _input: &CudaStorage,
-        _input_layout: &Layout,
-        _anchor: &CudaStorage,
-        _anchor_layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        match self.take_value()? {
-            Storage::Cuda(value) => Ok((value, self.shape.clone())),
-            other => Err(apart(&other)),
-        }
+        self.take(|value| if let Storage::Cuda(value) = value { Ok(value) } else { Err(value) })
     }
 
     fn bwd(
@@ -249,7 +219,7 @@ where
         let pass = {
             let mut pass = self.pass.lock();
             if let Some(BackwardPass { run, .. }) = &*pass {
-                run.engine.check_opened(run.unit)?;
+                run.place.engine.check_opened(run.place.unit)?;
             }
             pass.take()
         };
@@ -272,34 +242,34 @@ where
     /// it carries one.
     fn backward(self, input: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let BackwardPass { mut run, saved, expectation } = self;
-        let engine = run.engine.clone();
+        let (engine, unit) = (run.place.engine.clone(), run.place.unit);
         let fail = |error: crate::Error| engine.note_failure(error);
-        let (guard, first_step) = engine.begin_unit_backward(run.unit, run.weights_version).map_err(fail)?;
+        let (guard, first_step) = engine.begin_unit_backward(unit, run.weights_version).map_err(fail)?;
         // Looked at in the first step only: it has the host wait.
         let alive = first_step && is_alive(grad)?;
         let graph = match saved {
             Saved::Graph(graph) => graph,
-            Saved::Inputs { input_shapes, buffers, shape, .. } => {
+            Saved::Inputs { input_shapes, buffers, output } => {
                 let graph = run.recompute(&guard, input, &input_shapes, &buffers)?;
-                if graph.output.shape() != &shape {
+                if graph.output.shape() != &output {
                     let message = format!(
-                        "its forward gave {shape:?}, and {:?} when it was recomputed: it must give the same each time",
+                        "its forward gave {output:?}, and {:?} when it was recomputed: it must give the same each time",
                         graph.output.shape()
                     );
-                    return Err(fail(engine.unit_error(run.unit, Phase::Backward, message)));
+                    return Err(fail(engine.unit_error(unit, Phase::Backward, message)));
                 }
                 graph
             }
         };
-        engine.open_gradients(run.unit, alive).map_err(fail)?;
-        let span = engine.ctx.begin_span("backward", &engine.ctx.unit(run.unit).path);
+        engine.open_gradients(unit, alive).map_err(fail)?;
+        let span = engine.ctx.begin_span("backward", &engine.ctx.unit(unit).path);
         let inner = || {
             let mut grads = seed(&graph.output, grad)?.backward()?;
-            gradients::collect(&engine, run.unit, &graph.borrowed, &mut grads)?;
+            gradients::collect(&engine, unit, &graph.borrowed, &mut grads)?;
             Ok(graph.input.as_ref().and_then(|leaf| grads.remove(leaf)).map(|grad| grad.detach()))
         };
         let input_grad = if graph.output.track_op() {
-            inner().map_err(|error| engine.note_unit_failure(run.unit, Some(Phase::Backward), error))?
+            inner().map_err(|error| engine.note_unit_failure(unit, Some(Phase::Backward), error))?
         } else {
             None
         };
@@ -310,7 +280,7 @@ where
         };
         drop(graph);
         engine.ctx.end_span(span);
-        engine.end_unit_backward(guard, expectation, &run.enclosing).map_err(fail)?;
+        engine.end_unit_backward(guard, expectation, &run.place.enclosing).map_err(fail)?;
         Ok(input_grad)
     }
 }

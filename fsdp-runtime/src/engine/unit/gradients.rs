@@ -7,15 +7,12 @@ use candle_core::{DType, Tensor};
 
 use crate::comm::{CommError, Phase};
 use crate::device::{Fill, fill, scale};
-use crate::engine::api::param::Param;
-use crate::engine::core::{Engine, UnitGuard, WEIGHTS_CHANGED};
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, ParamId, UnitId};
+use crate::engine::core::{UnitGuard, WEIGHTS_CHANGED};
 use crate::engine::optim::tokens;
-use crate::engine::step::{Locked, Step};
 use crate::engine::unit::opened::{StepsUnits, with_steps};
 use crate::engine::unit::root_parts::{self, END};
 use crate::engine::unit::weights;
+use crate::engine::{Ctx, Engine, Id, Locked, Param, ParamId, Step, UnitId};
 use crate::error::Result;
 
 /// Opens the unit's sinks, unless an earlier use of the unit in this backward has.
@@ -125,7 +122,7 @@ pub(crate) fn step_reduced(
     steps: Option<&dyn StepsUnits>,
 ) -> Result<(), CommError> {
     let Some(steps) = steps else { return Ok(()) };
-    let reduced = step.reduce.take_reduced();
+    let reduced = std::mem::take(&mut step.reduce.reduced);
     lend(step, true);
     let stepped = Locked::unlocked(step, || {
         reduced.iter().try_for_each(|reduced| {
@@ -180,12 +177,12 @@ pub(crate) fn is_alive(grad: &Tensor) -> candle_core::Result<bool> {
 impl Engine {
     /// A training forward of the unit is over, and its backward is to come.
     pub(crate) fn end_unit_forward(self: &Arc<Self>, whole: UnitGuard) -> Result<Expectation> {
-        let unit = whole.unit();
+        let unit = whole.unit;
         whole.give_up();
         let expectation = {
             let step = &mut *self.step();
             step.units[unit].grads.pending += 1;
-            step.gather.expect_backward(&mut step.units, unit);
+            step.units[unit].weights.expected = true;
             let left = weights::leave(&self.ctx, step, unit);
             let at = step.pending.given_up;
             left.map(|()| at).inspect_err(|_| step.units[unit].grads.pending -= 1)

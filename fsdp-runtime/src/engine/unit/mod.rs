@@ -1,12 +1,11 @@
 //! `Unit<T>`: one communication unit, as the user's module has it. What is around it are its parts: the autograd op that stands
-//! for it ([`boundary`]), its weights in tensors ([`weights`]), and its gradients ([`gradients`], [`sink`]).
+//! for it ([`boundary`]), its weights in tensors ([`weights`]), and its gradients ([`gradients`]).
 
 mod boundary;
 pub(crate) mod gradients;
 pub(crate) mod opened;
 pub(crate) mod resharded;
 pub(crate) mod root_parts;
-pub(crate) mod sink;
 pub(crate) mod weights;
 
 use std::ops::Deref;
@@ -18,13 +17,9 @@ use parking_lot::Mutex;
 use self::boundary::{BackwardPass, Boundary, PassThrough, Run, Saved, cast_float, cast_floats};
 use crate::comm::Phase;
 use crate::device::TensorDevice;
-use crate::engine::api::config::Recompute;
-use crate::engine::api::forward::{Forward, Tensors};
-use crate::engine::api::scope::Scope;
-use crate::engine::build::module::{FsdpUnit, Walker};
-use crate::engine::core::Engine;
-use crate::engine::ids::{Id, UnitId};
+use crate::engine::api::scope::Place;
 use crate::engine::io::buffers::buffer_values;
+use crate::engine::{Engine, Forward, FsdpUnit, Id, Recompute, Scope, Tensors, UnitId, Walker};
 use crate::memory::copy_out;
 use crate::spec::{ReshardAfterForward, Tree};
 
@@ -32,8 +27,10 @@ use crate::spec::{ReshardAfterForward, Tree};
 #[derive(Debug, Default)]
 pub struct UnitCell {
     bound: OnceLock<BoundUnit>,
-    recompute: Option<Recompute>,
-    reshard: Option<ReshardAfterForward>,
+    /// What the unit says of recomputation.
+    pub(crate) recompute: Option<Recompute>,
+    /// What the unit says of its weights between forward and backward.
+    pub(crate) reshard: Option<ReshardAfterForward>,
 }
 
 struct BoundUnit {
@@ -51,20 +48,7 @@ impl std::fmt::Debug for BoundUnit {
 }
 
 impl UnitCell {
-    /// What the unit says of its weights between forward and backward.
-    pub(crate) fn reshard(&self) -> Option<ReshardAfterForward> {
-        self.reshard
-    }
-
-    /// What the unit says of recomputation.
-    pub(crate) fn recompute(&self) -> Option<Recompute> {
-        self.recompute
-    }
-
     /// Ties the unit to its engine; false if it has one already.
-    ///
-    /// # Errors
-    /// Those of the device.
     pub(crate) fn bind(&self, engine: &Arc<Engine>, unit: UnitId) -> Result<bool> {
         let anchor = Var::zeros(1, DType::F32, engine.ctx.backend.tensors())?.into_inner();
         let recompute = self.recompute.unwrap_or(engine.ctx.config.recompute);
@@ -181,27 +165,28 @@ impl<T> Unit<T> {
         O: Tensors + 'static,
     {
         let outer = scope.frame();
-        let Some(bound) = self.cell.bound.get().filter(|bound| bound.engine.id() == outer.engine.id()) else {
+        let Place { engine, unit: around, enclosing, training, recomputing, .. } = &outer.place;
+        let Some(bound) = self.cell.bound.get().filter(|bound| bound.engine.id() == engine.id()) else {
             candle_core::bail!(
                 "a `Unit` inside `{}` is in no sharded model: it was not there (or its field is marked skip) when \
                  `fully_shard` walked the model",
-                outer.engine.ctx.unit_name(outer.unit)
+                engine.ctx.unit_name(*around)
             );
         };
-        let mut enclosing = outer.enclosing.clone();
-        enclosing.push(outer.unit);
-        let (engine, random) = (&bound.engine, outer.next_random());
+        let place = Place {
+            engine: engine.clone(),
+            unit: bound.unit,
+            enclosing: [enclosing.as_slice(), &[*around]].concat(),
+            training: *training,
+            recomputing: *recomputing,
+            random: outer.next_random(),
+        };
         let guard = engine.enter(bound.unit, Phase::Forward).map_err(|error| engine.note_failure(error))?;
         let run = Run {
             module,
             context: context.clone(),
-            engine: engine.clone(),
-            unit: bound.unit,
-            weights_version: guard.weights_version(),
-            enclosing,
-            training: outer.training,
-            recomputing: outer.recomputing,
-            random,
+            place,
+            weights_version: guard.weights_version,
             boundary: std::marker::PhantomData::<fn(I) -> O>,
         };
         let casts = engine.ctx.casts(bound.unit);
@@ -217,11 +202,11 @@ impl<T> Unit<T> {
         }
         let (packed, shapes) = input.pack()?;
         let packed = cast_float(packed, casts.input)?;
-        let (saved, value) = match bound.recompute {
+        let (saved, output, output_shapes) = match bound.recompute {
             Recompute::None => {
-                let inner = run.graph(&guard, &packed, &shapes, "forward")?;
-                let value = copy_out(&inner.output)?;
-                (Saved::Graph(inner), value)
+                let (graph, output_shapes) = run.graph(&guard, &packed, &shapes, "forward")?;
+                let output = graph.output.clone();
+                (Saved::Graph(graph), output, output_shapes)
             }
             Recompute::Unit => {
                 let buffers = buffer_values(&engine.ctx, &mut engine.step())?;
@@ -230,16 +215,13 @@ impl<T> Unit<T> {
                 let leaf = if packed.track_op() { leaf.contiguous()? } else { leaf };
                 let (output, _) = run.forward(&guard, &I::unpack(&leaf, &shapes)?, false, "forward")?;
                 let (output, output_shapes) = output.pack()?;
-                let value = copy_out(&output)?;
-                let shape = output.shape().clone();
-                (Saved::Inputs { input_shapes: shapes, output_shapes, shape, buffers }, value)
+                let saved = Saved::Inputs { input_shapes: shapes, output: output.shape().clone(), buffers };
+                (saved, output, output_shapes)
             }
         };
+        let (value, shape) = (copy_out(&output)?, output.shape().clone());
+        drop(output);
         let expectation = engine.end_unit_forward(guard).map_err(|error| engine.note_failure(error))?;
-        let (shape, output_shapes) = match &saved {
-            Saved::Graph(inner) => (inner.output.shape().clone(), inner.output_shapes.clone()),
-            Saved::Inputs { shape, output_shapes, .. } => (shape.clone(), output_shapes.clone()),
-        };
         let boundary = Boundary {
             value: Mutex::new(Some(value)),
             shape,

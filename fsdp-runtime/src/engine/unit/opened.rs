@@ -8,11 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::comm::CommError;
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::UnitId;
 use crate::engine::schedule::ReducedUnit;
-use crate::engine::step::Step;
+use crate::engine::{Ctx, Engine, Step, UnitId};
 use crate::error::{Error, Result};
 
 /// What a backward of a loss without a graph is refused with.

@@ -7,10 +7,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::engine::core::Engine;
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{ParamId, UnitId};
-use crate::engine::step::Step;
+use crate::engine::{Ctx, Engine, ParamId, Step, UnitId};
 use crate::error::Error;
 use crate::memory::{TOMBSTONE, names_tombstone};
 
@@ -100,7 +97,7 @@ pub(crate) fn parameters(ctx: &Ctx, step: &Step) -> String {
 
 /// Parameters that a forward has read and that are resharded now, with their units.
 fn resharded(ctx: &Ctx, step: &Step) -> Vec<String> {
-    let is_resharded = |unit: UnitId| step.units[unit].weights.uses() == 0 || step.units[unit].stuck;
+    let is_resharded = |unit: UnitId| step.units[unit].weights.uses == 0 || step.units[unit].stuck;
     let found = ctx
         .params
         .entries()

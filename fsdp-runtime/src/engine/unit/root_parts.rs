@@ -12,11 +12,9 @@
 use candle_core::Tensor;
 
 use crate::comm::{CommError, HostOp, Phase};
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{BucketId, ParamId, UnitId};
 use crate::engine::schedule::{Sync, Units};
-use crate::engine::step::{Locked, Step};
 use crate::engine::unit::gradients::{close_sink, open_sinks};
+use crate::engine::{BucketId, Ctx, Locked, ParamId, Step, UnitId};
 use crate::error::Result;
 
 /// The end of a backward, as a place.

@@ -5,10 +5,9 @@
 //! storage is guarded keeps its memory, and its unit is stuck, until the guard is gone.
 
 use crate::comm::{Phase, step_words};
-use crate::engine::ctx::Ctx;
-use crate::engine::ids::{Id, ParamId, UnitId};
 use crate::engine::schedule::{Moment, Pass};
-use crate::engine::step::{Running, Step};
+use crate::engine::step::Running;
+use crate::engine::{Ctx, Id, ParamId, Step, UnitId};
 use crate::error::{Error, Result};
 use crate::memory::{Fault, Thoroughness};
 
@@ -53,7 +52,7 @@ pub(crate) fn enter(ctx: &Ctx, step: &mut Step, unit: UnitId, phase: Phase) -> R
     step.check_intact()?;
     step.gather.acquire(&mut step.units, unit, pass, moment)?;
     let state = &mut step.units[unit];
-    if state.weights.uses() > 1 {
+    if state.weights.uses > 1 {
         return Ok(());
     }
     step.entered += 1;
@@ -82,7 +81,7 @@ pub(crate) fn enter(ctx: &Ctx, step: &mut Step, unit: UnitId, phase: Phase) -> R
 /// # Errors
 /// If a program has changed a parameter, or holds its storage; the step remembers it.
 pub(crate) fn leave(ctx: &Ctx, step: &mut Step, unit: UnitId) -> Result<()> {
-    let last = step.units[unit].weights.uses() == 1;
+    let last = step.units[unit].weights.uses == 1;
     let taken = if last { take_back(ctx, step, unit) } else { Ok(()) };
     if !step.units[unit].stuck {
         // This runs in drops, which cannot fail: a stream that has failed fails every later wait with the

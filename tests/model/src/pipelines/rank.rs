@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::setting::{Mode, Setting, UNITS, Update, Use};
-use crate::buffer::{GroupBuffers, Placement};
+use crate::buffer::{BucketBuffers, Placement};
 use crate::comm::{CommError, Communicator, Phase, Registration};
 use crate::device::{Slice, Stream, cast};
 use crate::ids::{BucketId, Id, ParamId, Table, UnitId};
@@ -145,13 +145,19 @@ impl<P: Place> Rank<P> {
             Some(memory) if setting.outer > 1 => account.in_memory(memory),
             _ => account.clone(),
         };
-        let buckets: Table<BucketId, GroupBuffers> = layout
+        let buckets: Table<BucketId, BucketBuffers> = layout
             .buckets
             .iter()
             .map(|bucket| {
                 // SAFETY: what drives the pipelines here, the checker and the fake driver, reports uses that are not ordered.
                 unsafe {
-                    GroupBuffers::allocate(&persistent, bucket.clone(), placement, &MixedPrecision::F32, true)
+                    BucketBuffers::allocate(
+                        &persistent,
+                        bucket.clone(),
+                        placement,
+                        &MixedPrecision::F32,
+                        true,
+                    )
                 }
             })
             .collect::<Result<_, _>>()?;
@@ -265,7 +271,7 @@ impl<P: Place> Rank<P> {
             prefetch,
             gather_budget: budget,
             reduce_budget,
-            no_sync: self.reduce.has_held_back() || self.setting.microbatches.contains(&Sync::Nothing),
+            no_sync: self.reduce.held_back || self.setting.microbatches.contains(&Sync::Nothing),
             ..Schedule::DEFAULT
         };
         let precision = MixedPrecision { reduce: self.setting.wire, ..MixedPrecision::F32 };
@@ -391,7 +397,7 @@ impl<P: Place> Rank<P> {
         // Gathers of other units were launched meanwhile.
         self.check_weights(at.unit, &full)?;
         if training && pass.is_some() {
-            self.gather.expect_backward(&mut self.units, UnitId::new(at.unit));
+            self.units[UnitId::new(at.unit)].weights.expected = true;
         }
         self.release(at.unit)
     }
