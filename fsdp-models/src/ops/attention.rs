@@ -1,21 +1,18 @@
 //! Causal grouped-query attention. The score matrix of the whole batch never exists.
 
-#[cfg(feature = "cuda")]
-pub(super) mod cuda;
-
-use std::sync::OnceLock;
-
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::Accumulate;
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::exp::exp;
+use super::kept::Kept;
 use super::matmul::{Mat, MatMut, matmul};
 use super::simd::{dot, filled_by, max, sum, vectorise};
 use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
-const OP: &str = "attention";
+pub(super) const OP: &str = "attention";
 
 /// Queries taken at once against all keys that they see: large enough for the matrix products to run at
 /// speed, small enough that little is computed above the diagonal.
@@ -48,12 +45,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, kv_heads: usi
             [b, t, shape.kv_width()]
         );
     }
-    let op = Attention {
-        shape,
-        lse: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda_lse: OnceLock::new(),
-    };
+    let op = Attention { shape, lse: Kept::default() };
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     if q.track_op() || k.track_op() || v.track_op() {
         q.apply_op3(&k, &v, op)
@@ -290,13 +282,10 @@ fn softmax_backward(
     );
 }
 
-struct Attention {
-    shape: AttentionShape,
-    /// Log-sum-exp of each query's scores, kept for backward.
-    lse: OnceLock<Vec<f32>>,
-    /// The same on a CUDA device.
-    #[cfg(feature = "cuda")]
-    cuda_lse: OnceLock<super::cuda::Buffer>,
+pub(super) struct Attention {
+    pub shape: AttentionShape,
+    /// Log-sum-exp of each query's scores.
+    pub lse: Kept,
 }
 
 impl CustomOp3 for Attention {
@@ -318,23 +307,22 @@ impl CustomOp3 for Attention {
             let k = T::widen(elements(OP, k, k_layout)?);
             let v = T::widen(elements(OP, v, v_layout)?);
             let (out, lse) = forward(self.shape, &q, &k, &v);
-            let _ = self.lse.set(lse);
+            self.lse.set(lse);
             T::to_cpu_storage_owned(T::narrow(out))
         });
         Ok((out, q_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        q: &candle_core::CudaStorage,
+        q: &CudaStorage,
         q_layout: &Layout,
-        k: &candle_core::CudaStorage,
+        k: &CudaStorage,
         k_layout: &Layout,
-        v: &candle_core::CudaStorage,
+        v: &CudaStorage,
         v_layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda((q, q_layout), (k, k_layout), (v, v_layout))
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(q, q_layout), (k, k_layout), (v, v_layout)])
     }
 
     fn bwd(
@@ -346,11 +334,11 @@ impl CustomOp3 for Attention {
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dout = dout.contiguous()?;
-        #[cfg(feature = "cuda")]
         if q.device().is_cuda() {
-            return self.bwd_on_cuda(q, k, v, &dout);
+            let [dq, dk, dv] = self.bwd_on_cuda([q, k, v], &dout)?;
+            return Ok((dq, dk, dv));
         }
-        let Some(lse) = self.lse.get() else { bail!("{OP}: backward before forward") };
+        let lse: &Vec<f32> = self.lse.get(OP)?;
         let [dq, dk, dv] = with_element!(OP, q.dtype(), T => {
             with_elements::<T, _>(OP, q, |q| with_elements::<T, _>(OP, k, |k| {
                 with_elements::<T, _>(OP, v, |v| with_elements::<T, _>(OP, out, |out| {

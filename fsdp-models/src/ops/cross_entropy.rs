@@ -1,20 +1,19 @@
 //! Cross-entropy of logits against target ids.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
 use std::mem::MaybeUninit;
-use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 
+use super::cuda::ids_beside;
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::exp::exp;
+use super::kept::Kept;
 use super::simd::{filled_by, max, sum, vectorise};
 use super::storage::{check_ids_device, dtype, elements, ids, with_elements};
 use super::weight_grad::tensor;
 
-const OP: &str = "cross-entropy";
+pub(super) const OP: &str = "cross-entropy";
 
 /// What [`cross_entropy_with`] counts and how it sums.
 #[derive(Clone, Copy, Debug, Default)]
@@ -70,8 +69,7 @@ pub fn cross_entropy_with(
             targets.dims()
         );
     }
-    #[cfg(feature = "cuda")]
-    let on_cuda = cuda::State::new(logits, targets, options.ignore_index)?;
+    let on_device = ids_beside(OP, targets, logits)?;
     let read = ids(OP, targets)?;
     if read.is_none() && options.ignore_index.is_some() {
         bail!("{OP}: how many targets are not ignored is not known while a graph is captured");
@@ -91,9 +89,9 @@ pub fn cross_entropy_with(
     let op = CrossEntropy {
         targets,
         divisor: divisor as f64,
-        statistics: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        on_cuda,
+        statistics: Kept::default(),
+        on_device,
+        ignored: options.ignore_index,
     };
     let logits = logits.contiguous()?;
     let loss = if logits.track_op() { logits.apply_op1(op) } else { logits.apply_op1_no_bwd(&op) }?;
@@ -107,13 +105,17 @@ struct Statistics {
     sum: f32,
 }
 
-struct CrossEntropy {
+pub(super) struct CrossEntropy {
     /// `None` for a row that is ignored. Without any if they are captured in a graph.
-    targets: Vec<Option<u32>>,
-    divisor: f64,
-    statistics: OnceLock<Vec<Statistics>>,
-    #[cfg(feature = "cuda")]
-    on_cuda: cuda::State,
+    pub targets: Vec<Option<u32>>,
+    pub divisor: f64,
+    /// [`Statistics`] of each row.
+    pub statistics: Kept,
+    /// The targets on the logits' device, if that is a CUDA device, and the one that is ignored.
+    #[allow(dead_code, reason = "read with the feature `cuda`")]
+    pub on_device: Option<Tensor>,
+    #[allow(dead_code, reason = "read with the feature `cuda`")]
+    pub ignored: Option<u32>,
 }
 
 fn statistics(logits: &[f32], vocab: usize) -> Vec<Statistics> {
@@ -190,26 +192,21 @@ impl CustomOp1 for CrossEntropy {
                     total += f64::from(at.sum).ln() + (f64::from(at.max) - f64::from(logit));
                 }
             }
-            let _ = self.statistics.set(statistics);
+            self.statistics.set(statistics);
         });
         Ok((CpuStorage::F32(vec![(total / self.divisor) as f32]), Shape::from(())))
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        logits: &candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(logits, layout)
+    fn cuda_fwd(&self, logits: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(logits, layout)])
     }
 
     fn bwd(&self, logits: &Tensor, _loss: &Tensor, dloss: &Tensor) -> Result<Option<Tensor>> {
-        #[cfg(feature = "cuda")]
         if logits.device().is_cuda() {
-            return self.bwd_on_cuda(logits, dloss);
+            let [dlogits] = self.bwd_on_cuda([logits], dloss)?;
+            return Ok(dlogits);
         }
-        let Some(statistics) = self.statistics.get() else { bail!("{OP}: backward before forward") };
+        let statistics: &Vec<Statistics> = self.statistics.get(OP)?;
         let (_, vocab) = logits.dims2()?;
         let dloss: f32 = dloss.to_dtype(DType::F32)?.to_scalar()?;
         let scale = (f64::from(dloss) / self.divisor) as f32;

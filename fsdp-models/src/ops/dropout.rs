@@ -1,16 +1,17 @@
 //! Dropout. Masks are drawn again in the backward, not kept.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail,
+};
 use fsdp::Scope;
 use fsdp::random::RandomStream;
 
+use super::cuda::is_captured;
+use super::cuda::table::CudaForward;
 use super::element::{Element, with_element};
-use super::storage::{check_devices, dtype, elements, is_captured};
+use super::storage::{check_devices, dtype, elements};
 
-const OP: &str = "dropout";
+pub(super) const OP: &str = "dropout";
 
 /// `x` `[samples, ..]` with each element set to zero with probability `p`, and the others divided by `1 - p`; in
 /// evaluation `x` itself.
@@ -50,20 +51,20 @@ fn apply(x: &Tensor, op: Dropout) -> Result<Tensor> {
 }
 
 #[derive(Clone, Copy)]
-struct Dropout {
-    p: f64,
-    stream: RandomStream,
-    samples: usize,
+pub(super) struct Dropout {
+    pub p: f64,
+    pub stream: RandomStream,
+    pub samples: usize,
 }
 
 impl Dropout {
     /// Random words below it drop their element.
-    fn threshold(&self) -> u32 {
+    pub fn threshold(&self) -> u32 {
         (self.p * f64::from(u32::MAX)) as u32
     }
 
     /// Factor of the others.
-    fn scale(&self) -> f32 {
+    pub fn scale(&self) -> f32 {
         (1.0 / (1.0 - self.p)) as f32
     }
 
@@ -97,13 +98,8 @@ impl CustomOp1 for Dropout {
         Ok((storage, layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(x, layout)
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, layout)])
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {

@@ -1,16 +1,15 @@
 //! Embedding: looks up rows of a table.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::{Accumulate, GradSink};
 
+use super::cuda::ids_beside;
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::storage::{check_ids_device, dtype, elements, ids as read_ids, with_elements};
 use super::weight_grad::deliver;
 
-const OP: &str = "embedding";
+pub(super) const OP: &str = "embedding";
 
 /// The rows `ids` (u32, any shape, on the CPU or on the weight's device) of `weight` `[vocab, dim]`: the result is
 /// `[ids' shape.., dim]`.
@@ -26,17 +25,10 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, sink: &GradSink) -> Result<Tenso
     };
     let mut dims = ids.dims().to_vec();
     dims.push(dim);
-    #[cfg(feature = "cuda")]
-    let cuda_ids = super::cuda::ids_beside(OP, ids, weight)?;
+    let on_device = ids_beside(OP, ids, weight)?;
     let ids = read_ids(OP, ids)?.unwrap_or_default();
     check_ids(OP, "id", &ids, vocab)?;
-    let op = Embedding {
-        ids,
-        #[cfg(feature = "cuda")]
-        cuda_ids,
-        dims,
-        sink: sink.clone(),
-    };
+    let op = Embedding { ids, on_device, dims, sink: sink.clone() };
     let weight = weight.contiguous()?;
     if weight.track_op() { weight.apply_op1(op) } else { weight.apply_op1_no_bwd(&op) }
 }
@@ -51,14 +43,14 @@ pub(super) fn check_ids(op: &str, what: &str, ids: &[u32], vocab: usize) -> Resu
     }
 }
 
-struct Embedding {
+pub(super) struct Embedding {
     /// None if they are captured in a graph.
-    ids: Vec<u32>,
+    pub ids: Vec<u32>,
     /// The same on the weight's device, if that is a CUDA device.
-    #[cfg(feature = "cuda")]
-    cuda_ids: Option<Tensor>,
-    dims: Vec<usize>,
-    sink: GradSink,
+    #[allow(dead_code, reason = "read with the feature `cuda`")]
+    pub on_device: Option<Tensor>,
+    pub dims: Vec<usize>,
+    pub sink: GradSink,
 }
 
 impl CustomOp1 for Embedding {
@@ -79,20 +71,15 @@ impl CustomOp1 for Embedding {
         Ok((rows, Shape::from(self.dims.as_slice())))
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        weight: &candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(weight, layout)
+    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(weight, layout)])
     }
 
     fn bwd(&self, weight: &Tensor, _rows: &Tensor, drows: &Tensor) -> Result<Option<Tensor>> {
         let drows = drows.contiguous()?;
-        #[cfg(feature = "cuda")]
         if weight.device().is_cuda() {
-            return self.bwd_on_cuda(weight, &drows);
+            let [dweight] = self.bwd_on_cuda([weight], &drows)?;
+            return Ok(dweight);
         }
         let (_, dim) = weight.dims2()?;
         with_element!(OP, drows.dtype(), T => with_elements::<T, _>(OP, &drows, |drows| {

@@ -1,14 +1,11 @@
 //! Llama's MLP as one op: one edge in the graph, and one gradient of the input instead of one for each projection.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
-use std::sync::OnceLock;
-
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 use fsdp::{Accumulate, GradSink};
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
+use super::kept::Kept;
 use super::linear;
 use super::matmul::{Mat, MatMut, matmul, product};
 use super::simd::{filled_by, vectorise};
@@ -16,7 +13,7 @@ use super::storage::{check_devices, dtype, elements, rows_and_width, with_elemen
 use super::swiglu::{forward as swiglu, gradients};
 use super::weight_grad::{Bundle, deliver, tensor};
 
-const OP: &str = "gated-mlp";
+pub(super) const OP: &str = "gated-mlp";
 
 /// `down(silu(gate(x)) * up(x))`: `x` is `[.., dim]`, `gate` and `up` are `[hidden, dim]`, `down` is `[dim,
 /// hidden]`; `sinks` are those of gate, up and down.
@@ -55,9 +52,7 @@ pub fn gated_mlp(
         weights: [gate, up, down],
         sinks: sinks.map(GradSink::clone),
         bundle,
-        activations: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda_activations: OnceLock::new(),
+        activations: Kept::default(),
     };
     if x.track_op() || weights.track_op() {
         x.apply_op2(&weights, op)
@@ -66,16 +61,13 @@ pub fn gated_mlp(
     }
 }
 
-struct GatedMlp {
+pub(super) struct GatedMlp {
     /// Gate, up, down.
-    weights: [Tensor; 3],
-    sinks: [GradSink; 3],
-    bundle: Bundle,
-    /// The outputs of gate and up, kept for backward.
-    activations: OnceLock<[CpuStorage; 2]>,
-    /// The same on a CUDA device.
-    #[cfg(feature = "cuda")]
-    cuda_activations: OnceLock<[super::cuda::Buffer; 2]>,
+    pub weights: [Tensor; 3],
+    pub sinks: [GradSink; 3],
+    pub bundle: Bundle,
+    /// The outputs of gate and up.
+    pub activations: Kept,
 }
 
 struct Gradients {
@@ -100,7 +92,7 @@ impl GatedMlp {
         // SAFETY: `swiglu` writes every element.
         let inner = unsafe { filled_by(gate.len(), |out| swiglu(&T::widen(&gate), &T::widen(&up), out)) };
         let inner = T::narrow(inner);
-        let _ = self.activations.set([T::to_cpu_storage_owned(gate), T::to_cpu_storage_owned(up)]);
+        self.activations.set([T::to_cpu_storage_owned(gate), T::to_cpu_storage_owned(up)]);
         with_elements::<T, _>(OP, down_weight, |weight| {
             let (inner, weight) = (T::widen(&inner), T::widen(weight));
             let y = product(Mat::new(&inner, rows, hidden), Mat::new(&weight, out, hidden).t());
@@ -110,7 +102,7 @@ impl GatedMlp {
 
     /// The gradient of `x`, if wanted, and those of the weights.
     fn backward<T: Element>(&self, x: &[T], rows: usize, dy: &[T], want_dx: bool) -> Result<Gradients> {
-        let Some([gate, up]) = self.activations.get() else { bail!("{OP}: backward before forward") };
+        let [gate, up]: &[CpuStorage; 2] = self.activations.get(OP)?;
         let [gate_weight, up_weight, down_weight] = &self.weights;
         let (hidden, dim) = gate_weight.dims2()?;
         let (out, _) = down_weight.dims2()?;
@@ -214,15 +206,14 @@ impl CustomOp2 for GatedMlp {
         Ok((y, Shape::from(dims)))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &candle_core::CudaStorage,
+        x: &CudaStorage,
         layout: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(x, layout)
+        weights: &CudaStorage,
+        weights_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, layout), (weights, weights_layout)])
     }
 
     fn bwd(
@@ -233,9 +224,9 @@ impl CustomOp2 for GatedMlp {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.bwd_on_cuda(x, weights, &dy);
+            let [dx, dweights] = self.bwd_on_cuda([x, weights], &dy)?;
+            return Ok((dx, dweights));
         }
         let (rows, _) = rows_and_width(OP, x)?;
         let want_dx = x.track_op();

@@ -1,17 +1,15 @@
 //! The product with a weight: `x wᵀ`.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::GradSink;
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::matmul::{Mat, MatMut, matmul, product};
 use super::storage::{check_devices, check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, tensor};
 
-const OP: &str = "linear";
+pub(super) const OP: &str = "linear";
 
 /// `x wᵀ`: `x` is `[.., in]`, `weight` `[out, in]`, the result `[.., out]`.
 ///
@@ -43,8 +41,8 @@ pub(super) fn check(op: &str, x: &Tensor, weight: &Tensor) -> Result<()> {
     Ok(())
 }
 
-struct Linear {
-    sink: GradSink,
+pub(super) struct Linear {
+    pub sink: GradSink,
 }
 
 impl CustomOp2 for Linear {
@@ -73,15 +71,14 @@ impl CustomOp2 for Linear {
         Ok((y, Shape::from(dims)))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &candle_core::CudaStorage,
+        x: &CudaStorage,
         x_layout: &Layout,
-        weight: &candle_core::CudaStorage,
+        weight: &CudaStorage,
         weight_layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(x, x_layout, weight, weight_layout)
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, x_layout), (weight, weight_layout)])
     }
 
     fn bwd(
@@ -92,9 +89,9 @@ impl CustomOp2 for Linear {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.bwd_on_cuda(x, weight, &dy);
+            let [dx, dweight] = self.bwd_on_cuda([x, weight], &dy)?;
+            return Ok((dx, dweight));
         }
         let (out, width) = weight.dims2()?;
         let (rows, _) = rows_and_width(OP, x)?;

@@ -34,13 +34,13 @@
 mod allocator;
 mod attention;
 mod cross_entropy;
-#[cfg(feature = "cuda")]
 mod cuda;
 mod dropout;
 mod element;
 mod embedding;
 mod exp;
 mod gated_mlp;
+mod kept;
 mod linear;
 mod matmul;
 mod rms_norm;

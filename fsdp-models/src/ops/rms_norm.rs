@@ -1,20 +1,18 @@
 //! Root-mean-square normalisation.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
 use std::mem::MaybeUninit;
-use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 use fsdp::GradSink;
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
+use super::kept::Kept;
 use super::simd::{dot, dot3, filled_by, vectorise};
 use super::storage::{check_devices, check_dtypes, dtype, elements, rows_and_width, with_elements};
 use super::weight_grad::{deliver, store, tensor};
 
-const OP: &str = "rms-norm";
+pub(super) const OP: &str = "rms-norm";
 
 /// `weight * round(x / sqrt(mean(x²) + eps))` over the last dim: `x` is `[.., dim]`, `weight` `[dim]`.
 ///
@@ -28,13 +26,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64, sink: &GradSink) -> Resul
     check_devices(OP, ("x", x), &[("the weight", weight)])?;
     check(OP, x, weight)?;
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let op = RmsNorm {
-        eps: eps as f32,
-        scales: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda_scales: OnceLock::new(),
-        sink: sink.clone(),
-    };
+    let op = RmsNorm { eps: eps as f32, scales: Kept::default(), sink: sink.clone() };
     if x.track_op() || weight.track_op() {
         x.apply_op2(&weight, op)
     } else {
@@ -55,14 +47,11 @@ fn check(op: &str, x: &Tensor, weight: &Tensor) -> Result<()> {
     Ok(())
 }
 
-struct RmsNorm {
-    eps: f32,
-    /// `1 / sqrt(mean(x²) + eps)` of each row, kept for backward.
-    scales: OnceLock<Vec<f32>>,
-    /// The same on a CUDA device.
-    #[cfg(feature = "cuda")]
-    cuda_scales: OnceLock<super::cuda::Buffer>,
-    sink: GradSink,
+pub(super) struct RmsNorm {
+    pub eps: f32,
+    /// `1 / sqrt(mean(x²) + eps)` of each row.
+    pub scales: Kept,
+    pub sink: GradSink,
 }
 
 /// Writes the normalised rows, every element of `out`, and returns each row's scale.
@@ -147,7 +136,7 @@ impl CustomOp2 for RmsNorm {
             // SAFETY: `forward` writes every element.
             let y = unsafe {
                 filled_by(x.len(), |out| {
-                    let _ = self.scales.set(forward::<T>(&x, &weight, self.eps, out));
+                    self.scales.set(forward::<T>(&x, &weight, self.eps, out));
                 })
             };
             T::to_cpu_storage_owned(T::narrow(y))
@@ -155,15 +144,14 @@ impl CustomOp2 for RmsNorm {
         Ok((y, x_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &candle_core::CudaStorage,
+        x: &CudaStorage,
         x_layout: &Layout,
-        weight: &candle_core::CudaStorage,
+        weight: &CudaStorage,
         weight_layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(x, x_layout, weight, weight_layout)
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, x_layout), (weight, weight_layout)])
     }
 
     fn bwd(
@@ -174,11 +162,11 @@ impl CustomOp2 for RmsNorm {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.bwd_on_cuda(x, weight, &dy);
+            let [dx, dweight] = self.bwd_on_cuda([x, weight], &dy)?;
+            return Ok((dx, dweight));
         }
-        let Some(scales) = self.scales.get() else { bail!("{OP}: backward before forward") };
+        let scales: &Vec<f32> = self.scales.get(OP)?;
         let mut dweight = vec![0.0; weight.elem_count()];
         let dx = with_element!(OP, x.dtype(), T => with_elements::<T, _>(OP, x, |x| {
             with_elements::<T, _>(OP, weight, |weight| with_elements::<T, _>(OP, &dy, |dy| {

@@ -1,18 +1,18 @@
 //! Rotary position embedding.
 
-#[cfg(feature = "cuda")]
-pub(super) mod cuda;
-
 use std::mem::MaybeUninit;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType, bail,
+};
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::simd::{filled_by, vectorise};
 use super::storage::{check_devices, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
-const OP: &str = "rope";
+pub(super) const OP: &str = "rope";
 
 /// Rotates each head of `x` `[b, t, heads * head_dim]` by its position's angles: `cos` and `sin` are f32 `[t,
 /// head_dim / 2]` and get no gradient.
@@ -53,10 +53,10 @@ pub(super) fn check_angles(op: &str, cos: &Tensor, sin: &Tensor, t: usize, head_
     Ok(())
 }
 
-struct Rope {
-    cos: Tensor,
-    sin: Tensor,
-    heads: usize,
+pub(super) struct Rope {
+    pub cos: Tensor,
+    pub sin: Tensor,
+    pub heads: usize,
 }
 
 /// Which way to turn: backward is the inverse, which is the transpose.
@@ -174,20 +174,15 @@ impl CustomOp1 for Rope {
         Ok((y, layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(x, layout)
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, layout)])
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.bwd_on_cuda(x, &dy);
+            let [dx] = self.bwd_on_cuda([x], &dy)?;
+            return Ok(dx);
         }
         let dx = with_element!(OP, dy.dtype(), T => {
             with_elements::<T, _>(OP, &dy, |dy| self.apply(&T::widen(dy), Turn::Back))?

@@ -1,23 +1,20 @@
 //! Llama's attention with its projections as one op: one edge in the graph, and no copies of gradients between its
 //! steps.
 
-#[cfg(feature = "cuda")]
-mod cuda;
-
-use std::sync::OnceLock;
-
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use fsdp::{Accumulate, GradSink};
 
 use super::attention::{self, AttentionShape};
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
+use super::kept::Kept;
 use super::linear;
 use super::matmul::{Mat, MatMut, matmul, product};
 use super::rope::{Turn, check_angles, rotate_in_place};
 use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::{Bundle, deliver, tensor};
 
-const OP: &str = "self-attention";
+pub(super) const OP: &str = "self-attention";
 
 /// The projections of [`self_attention`], each with its sink.
 #[derive(Clone, Copy, Debug)]
@@ -98,9 +95,7 @@ pub fn self_attention(
         o_sink: o.1.clone(),
         cos: cos.detach().contiguous()?,
         sin: sin.detach().contiguous()?,
-        saved: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda_saved: OnceLock::new(),
+        saved: Kept::default(),
     };
     if x.track_op() || argument.track_op() || o_weight.track_op() {
         x.apply_op3(&argument, &o_weight, op)
@@ -109,18 +104,16 @@ pub fn self_attention(
     }
 }
 
-struct SelfAttention {
-    shape: AttentionShape,
+pub(super) struct SelfAttention {
+    pub shape: AttentionShape,
     /// q, k, v.
-    weights: [Tensor; 3],
-    sinks: [GradSink; 3],
-    bundle: Bundle,
-    o_sink: GradSink,
-    cos: Tensor,
-    sin: Tensor,
-    saved: OnceLock<Saved>,
-    #[cfg(feature = "cuda")]
-    cuda_saved: OnceLock<cuda::Saved>,
+    pub weights: [Tensor; 3],
+    pub sinks: [GradSink; 3],
+    pub bundle: Bundle,
+    pub o_sink: GradSink,
+    pub cos: Tensor,
+    pub sin: Tensor,
+    pub saved: Kept,
 }
 
 /// What backward needs of forward.
@@ -139,7 +132,7 @@ struct Gradients {
 }
 
 impl SelfAttention {
-    fn rows(&self) -> usize {
+    pub fn rows(&self) -> usize {
         self.shape.b * self.shape.t
     }
 
@@ -180,7 +173,7 @@ impl SelfAttention {
             Mat::new(&T::widen(&heads_out), rows, width),
             Mat::new(&T::widen(o_weight), out, width).t(),
         );
-        let _ = self.saved.set(Saved {
+        self.saved.set(Saved {
             projected: [q, k, v].map(T::to_cpu_storage_owned),
             heads_out: T::to_cpu_storage_owned(heads_out),
             lse,
@@ -189,9 +182,7 @@ impl SelfAttention {
     }
 
     fn backward<T: Element>(&self, x: &[T], o_weight: &Tensor, dy: &[T], want_dx: bool) -> Result<Gradients> {
-        let Some(Saved { projected: [q, k, v], heads_out, lse }) = self.saved.get() else {
-            bail!("{OP}: backward before forward")
-        };
+        let Saved { projected: [q, k, v], heads_out, lse } = self.saved.get(OP)?;
         let (rows, width) = (self.rows(), self.shape.q_width());
         let (out, _) = o_weight.dims2()?;
         let (x, dy) = (T::widen(x), T::widen(dy));
@@ -263,17 +254,16 @@ impl CustomOp3 for SelfAttention {
         Ok((y, Shape::from((self.shape.b, self.shape.t, out))))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        x: &candle_core::CudaStorage,
+        x: &CudaStorage,
         x_layout: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
-        o_weight: &candle_core::CudaStorage,
+        argument: &CudaStorage,
+        argument_layout: &Layout,
+        o_weight: &CudaStorage,
         o_layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda((x, x_layout), (o_weight, o_layout))
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(x, x_layout), (argument, argument_layout), (o_weight, o_layout)])
     }
 
     fn bwd(
@@ -285,9 +275,9 @@ impl CustomOp3 for SelfAttention {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return self.bwd_on_cuda(x, argument, o_weight, &dy);
+            let [dx, dargument, do_weight] = self.bwd_on_cuda([x, argument, o_weight], &dy)?;
+            return Ok((dx, dargument, do_weight));
         }
         let want_dx = x.track_op();
         let grads = with_element!(OP, x.dtype(), T => {

@@ -1,5 +1,6 @@
 //! Typed views of candle's CPU storage, and checks of the ops' arguments.
 
+use super::cuda::{self, is_captured, same_stream};
 use candle_core::{
     CpuStorage, DType, Device, DeviceLocation, Layout, Result, Storage, Tensor, WithDType, bail,
 };
@@ -57,17 +58,6 @@ pub(super) fn ids(op: &str, ids: &Tensor) -> Result<Option<Vec<u32>>> {
     with_elements::<u32, _>(op, &ids, |ids| Ok(Some(ids.to_vec())))
 }
 
-/// Whether work on a device is captured as a graph now.
-pub(super) fn is_captured(_device: &Device) -> bool {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = _device {
-        use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus as Status;
-        let status = device.cuda_stream().capture_status();
-        return status.is_ok_and(|status| status != Status::CU_STREAM_CAPTURE_STATUS_NONE);
-    }
-    false
-}
-
 /// Fails unless all tensors are on one device that ops compute on.
 pub(super) fn check_devices(op: &str, first: (&str, &Tensor), others: &[(&str, &Tensor)]) -> Result<()> {
     let device = first.1.device();
@@ -76,7 +66,7 @@ pub(super) fn check_devices(op: &str, first: (&str, &Tensor), others: &[(&str, &
         DeviceLocation::Cuda { gpu_id } => format!("CUDA device {gpu_id}"),
         DeviceLocation::Metal { gpu_id } => format!("Metal device {gpu_id}"),
     };
-    let supported = device.is_cpu() || (cfg!(feature = "cuda") && device.is_cuda());
+    let supported = device.is_cpu() || (cuda::BUILT && device.is_cuda());
     if !supported {
         let feature = if device.is_cuda() { " (which needs the feature `cuda`)" } else { "" };
         bail!(
@@ -99,15 +89,6 @@ pub(super) fn check_devices(op: &str, first: (&str, &Tensor), others: &[(&str, &
         }
     }
     Ok(())
-}
-
-/// Whether work on the tensors of two candle devices at one place is in one order.
-fn same_stream(_a: &Device, _b: &Device) -> bool {
-    #[cfg(feature = "cuda")]
-    if let (Device::Cuda(a), Device::Cuda(b)) = (_a, _b) {
-        return a.cuda_stream().cu_stream() == b.cuda_stream().cu_stream();
-    }
-    true
 }
 
 /// Fails unless ids are on the CPU or beside the tensor that they go with.

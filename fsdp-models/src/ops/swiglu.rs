@@ -1,19 +1,17 @@
 //! The gated activation of Llama's MLP.
 
-#[cfg(feature = "cuda")]
-pub(super) mod cuda;
-
 use std::mem::MaybeUninit;
 
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
+use super::cuda::table::{CudaBackward, CudaForward};
 use super::element::{Element, with_element};
 use super::exp::sigmoid;
 use super::simd::{filled_by, vectorise};
 use super::storage::{check_devices, check_dtypes, dtype, elements, with_elements};
 use super::weight_grad::tensor;
 
-const OP: &str = "swiglu";
+pub(super) const OP: &str = "swiglu";
 
 /// `silu(gate) * up`, element by element, for two tensors of one shape.
 ///
@@ -34,7 +32,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     }
 }
 
-struct Swiglu;
+pub(super) struct Swiglu;
 
 /// `silu(gate) * up`; writes every element of `out`.
 ///
@@ -83,15 +81,14 @@ impl CustomOp2 for Swiglu {
         Ok((y, gate_layout.shape().clone()))
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        gate: &candle_core::CudaStorage,
+        gate: &CudaStorage,
         gate_layout: &Layout,
-        up: &candle_core::CudaStorage,
+        up: &CudaStorage,
         up_layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.on_cuda(gate, gate_layout, up, up_layout)
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(gate, gate_layout), (up, up_layout)])
     }
 
     fn bwd(
@@ -102,9 +99,9 @@ impl CustomOp2 for Swiglu {
         dy: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dy = dy.contiguous()?;
-        #[cfg(feature = "cuda")]
         if gate.device().is_cuda() {
-            return self.bwd_on_cuda(gate, up, &dy);
+            let [dgate, dup] = self.bwd_on_cuda([gate, up], &dy)?;
+            return Ok((dgate, dup));
         }
         let (dgate, dup) = with_element!(OP, gate.dtype(), T => with_elements::<T, _>(OP, gate, |gate| {
             with_elements::<T, _>(OP, up, |up| with_elements::<T, _>(OP, &dy, |dy| {

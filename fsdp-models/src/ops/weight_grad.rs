@@ -3,10 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, WithDType, bail,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor,
+    WithDType, bail,
 };
 use fsdp::{Accumulate, GradSink};
 
+use super::cuda::table::CudaForward;
 use super::element::{Element, with_element};
 
 /// A tensor of dtype `dtype` made of f32 values.
@@ -71,7 +73,7 @@ pub(super) struct Bundle {
     slots: Slots,
 }
 
-struct Node {
+pub(super) struct Node {
     slots: Slots,
     len: usize,
 }
@@ -103,16 +105,6 @@ impl Node {
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
     }
 
-    #[cfg(feature = "cuda")]
-    fn forward_on_cuda(
-        &self,
-        weight: &candle_core::CudaStorage,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let device = weight.device.clone();
-        let slice = candle_core::cuda_backend::CudaStorageSlice::F32(device.alloc_zeros(1)?);
-        Ok((candle_core::CudaStorage { slice, device }, Shape::from(1)))
-    }
-
     fn take(&self) -> Result<Vec<Option<Tensor>>> {
         let grads = std::mem::take(&mut *self.slots.lock().unwrap_or_else(PoisonError::into_inner));
         if grads.len() != self.len {
@@ -131,13 +123,8 @@ impl CustomOp1 for Node {
         self.forward()
     }
 
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        weight: &candle_core::CudaStorage,
-        _: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.forward_on_cuda(weight)
+    fn cuda_fwd(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(weight, layout)])
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
@@ -154,15 +141,14 @@ impl CustomOp2 for Node {
         self.forward()
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        weight: &candle_core::CudaStorage,
-        _: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.forward_on_cuda(weight)
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(a, a_layout), (b, b_layout)])
     }
 
     fn bwd(
@@ -194,17 +180,16 @@ impl CustomOp3 for Node {
         self.forward()
     }
 
-    #[cfg(feature = "cuda")]
     fn cuda_fwd(
         &self,
-        weight: &candle_core::CudaStorage,
-        _: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
-        _: &candle_core::CudaStorage,
-        _: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        self.forward_on_cuda(weight)
+        a: &CudaStorage,
+        a_layout: &Layout,
+        b: &CudaStorage,
+        b_layout: &Layout,
+        c: &CudaStorage,
+        c_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.on_cuda([(a, a_layout), (b, b_layout), (c, c_layout)])
     }
 
     fn bwd(

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use candle_core::Device;
 use fsdp::launch::World;
 
-use super::TrainError;
+use super::cuda;
 
 /// What the ranks of a run compute on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl TrainDevice {
     pub fn check(self) -> crate::Result<()> {
         match self {
             TrainDevice::Cpu => Ok(()),
-            TrainDevice::Cuda => cuda_devices().map(|_| ()),
+            TrainDevice::Cuda => cuda::devices().map(|_| ()),
         }
     }
 
@@ -38,32 +38,9 @@ impl TrainDevice {
     pub fn of_rank(self, world: &World) -> crate::Result<Device> {
         match self {
             TrainDevice::Cpu => Ok(Device::Cpu),
-            TrainDevice::Cuda => cuda_device(world.local_rank() % cuda_devices()?),
+            TrainDevice::Cuda => cuda::device(world.local_rank() % cuda::devices()?),
         }
     }
-}
-
-#[cfg(feature = "cuda")]
-fn cuda_devices() -> crate::Result<usize> {
-    match fsdp::cuda::device_count().map_err(fsdp::Error::from)? {
-        0 => Err(TrainError::NoCudaDevice.into()),
-        count => Ok(count),
-    }
-}
-
-#[cfg(feature = "cuda")]
-fn cuda_device(ordinal: usize) -> crate::Result<Device> {
-    Ok(fsdp::cuda::device(ordinal).map_err(fsdp::Error::from)?)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_devices() -> crate::Result<usize> {
-    Err(TrainError::BuiltWithoutCuda.into())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn cuda_device(_: usize) -> crate::Result<Device> {
-    Err(TrainError::BuiltWithoutCuda.into())
 }
 
 impl FromStr for TrainDevice {
@@ -97,13 +74,5 @@ mod tests {
             assert_eq!(device.to_string().parse(), Ok(device));
         }
         assert_eq!("gpu".parse::<TrainDevice>(), Err("expected cpu or cuda".into()));
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[test]
-    fn a_program_without_cuda_says_how_to_build_it() {
-        let message = TrainDevice::Cuda.check().unwrap_err().to_string();
-        assert_eq!(message, "this program was built without CUDA: build it with `--features cuda`");
-        TrainDevice::Cpu.check().unwrap();
     }
 }

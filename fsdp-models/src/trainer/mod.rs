@@ -1,6 +1,7 @@
 //! Trains a Llama: the loop, and its options, metrics, curves, progress and tables.
 
 mod checkpoints;
+mod cuda;
 mod device;
 pub mod lanes;
 pub mod metrics;

@@ -1,22 +1,20 @@
 //! Root-mean-square normalisation on a CUDA device.
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 use fsdp::Accumulate;
 use fsdp_kernels::{
     ColumnSumsArgs, Dtype, RmsNormArgs, RmsNormBackwardArgs, column_sums, rms_norm, rms_norm_backward,
 };
 
-use super::{OP, RmsNorm};
-use crate::ops::cuda::{self, Buffer, View};
+use crate::ops::cuda::present::{self as cuda, Buffer, View};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::rms_norm::{OP, RmsNorm};
 use crate::ops::storage::rows_and_width;
 
-impl RmsNorm {
-    pub(super) fn on_cuda(
+impl CudaForward<2> for RmsNorm {
+    fn on_cuda(
         &self,
-        x: &CudaStorage,
-        layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
+        [(x, layout), (weight, weight_layout)]: [(&CudaStorage, &Layout); 2],
     ) -> Result<(CudaStorage, Shape)> {
         let (x, weight) = (View::new(OP, x, layout)?, View::new(OP, weight, weight_layout)?);
         let (device, width) = (x.device(), weight.len());
@@ -34,17 +32,14 @@ impl RmsNorm {
         };
         // SAFETY: the arguments of this kernel: rows of the weight's length, a scale for each.
         unsafe { cuda::launch(device, rms_norm(x.dtype()), &args) }?;
-        let _ = self.cuda_scales.set(scales);
+        self.scales.set(scales);
         Ok((y.into_storage(), layout.shape().clone()))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some(scales) = self.cuda_scales.get() else { bail!("{OP}: backward before forward") };
+impl CudaBackward<2> for RmsNorm {
+    fn bwd_on_cuda(&self, [x, weight]: [&Tensor; 2], dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let scales: &Buffer = self.scales.get(OP)?;
         let (rows, width) = rows_and_width(OP, x)?;
         let (x_view, weight_view, dy) = (View::of(OP, x)?, View::of(OP, weight)?, View::of(OP, dy)?);
         let (device, dtype) = (x_view.device(), x_view.dtype());
@@ -75,6 +70,6 @@ impl RmsNorm {
             // SAFETY: the arguments of this kernel: rows as wide as `dst`, which has the weight's length.
             unsafe { cuda::launch(device, column_sums(dst.dtype()), &args) }
         })?;
-        Ok((cuda::gradient(x, dx), dweight))
+        Ok([cuda::gradient(x, dx), dweight])
     }
 }

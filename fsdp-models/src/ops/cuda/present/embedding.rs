@@ -7,50 +7,17 @@ use fsdp_kernels::{
     embedding_backward, embedding_spans,
 };
 
-use super::{Embedding, OP};
-use crate::ops::cuda::{self, Buffer, Out, View, address, ids_at};
+use crate::ops::cuda::present::{self as cuda, Buffer, Out, View, address, ids_at};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::embedding::{Embedding, OP};
 
 impl Embedding {
     /// Address of the ids on the weight's device, and how many they are.
     fn cuda_ids(&self) -> Result<(DevicePtr, u32)> {
-        let Some(ids) = &self.cuda_ids else { bail!("{OP}: the ids are not on a CUDA device") };
+        let Some(ids) = &self.on_device else { bail!("{OP}: the ids are not on a CUDA device") };
         let len = ids.elem_count();
         let Ok(count) = u32::try_from(len) else { bail!("{OP}: {len} ids are too many") };
         Ok((ids_at(OP, ids, len)?, count))
-    }
-
-    pub(super) fn on_cuda(&self, weight: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let (vocab, dim) = table(layout.shape().dims2()?)?;
-        let weight = View::new(OP, weight, layout)?;
-        let (ids, count) = self.cuda_ids()?;
-        let mut rows = Buffer::new(weight.device(), weight.dtype(), count as usize * dim)?;
-        let args = EmbeddingArgs {
-            ids,
-            weight: weight.at(),
-            rows: rows.out().at(),
-            dim: dim as u64,
-            count: count.into(),
-            vocab,
-        };
-        // SAFETY: the arguments of this kernel: a table of that shape, a row for each id.
-        unsafe { cuda::launch(weight.device(), embedding(weight.dtype()), &args) }?;
-        Ok((rows.into_storage(), Shape::from(self.dims.as_slice())))
-    }
-
-    pub(super) fn bwd_on_cuda(&self, weight: &Tensor, drows: &Tensor) -> Result<Option<Tensor>> {
-        let drows = View::of(OP, drows)?;
-        cuda::deliver(OP, weight, &self.sink, |dst, mode| {
-            if dst.dtype() == Dtype::F32 {
-                if mode == Accumulate::Overwrite {
-                    cuda::zero(&dst)?;
-                }
-                return self.add_rows(weight, drows, dst);
-            }
-            let mut sums = Buffer::new(dst.device(), Dtype::F32, dst.len())?;
-            cuda::zero(&sums.out())?;
-            self.add_rows(weight, drows, sums.out())?;
-            cuda::add(dst, mode, sums.view())
-        })
     }
 
     /// Adds the rows' gradients to those of the table, which are f32.
@@ -78,6 +45,45 @@ impl Embedding {
         };
         // SAFETY: the arguments of this kernel: what the last one wrote, a row for each id, the table's gradient.
         unsafe { cuda::launch(device, embedding_backward(drows.dtype()), &args) }
+    }
+}
+
+impl CudaForward<1> for Embedding {
+    fn on_cuda(&self, [(weight, layout)]: [(&CudaStorage, &Layout); 1]) -> Result<(CudaStorage, Shape)> {
+        let (vocab, dim) = table(layout.shape().dims2()?)?;
+        let weight = View::new(OP, weight, layout)?;
+        let (ids, count) = self.cuda_ids()?;
+        let mut rows = Buffer::new(weight.device(), weight.dtype(), count as usize * dim)?;
+        let args = EmbeddingArgs {
+            ids,
+            weight: weight.at(),
+            rows: rows.out().at(),
+            dim: dim as u64,
+            count: count.into(),
+            vocab,
+        };
+        // SAFETY: the arguments of this kernel: a table of that shape, a row for each id.
+        unsafe { cuda::launch(weight.device(), embedding(weight.dtype()), &args) }?;
+        Ok((rows.into_storage(), Shape::from(self.dims.as_slice())))
+    }
+}
+
+impl CudaBackward<1> for Embedding {
+    fn bwd_on_cuda(&self, [weight]: [&Tensor; 1], drows: &Tensor) -> Result<[Option<Tensor>; 1]> {
+        let drows = View::of(OP, drows)?;
+        let dweight = cuda::deliver(OP, weight, &self.sink, |dst, mode| {
+            if dst.dtype() == Dtype::F32 {
+                if mode == Accumulate::Overwrite {
+                    cuda::zero(&dst)?;
+                }
+                return self.add_rows(weight, drows, dst);
+            }
+            let mut sums = Buffer::new(dst.device(), Dtype::F32, dst.len())?;
+            cuda::zero(&sums.out())?;
+            self.add_rows(weight, drows, sums.out())?;
+            cuda::add(dst, mode, sums.view())
+        })?;
+        Ok([dweight])
     }
 }
 

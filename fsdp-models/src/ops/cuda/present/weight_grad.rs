@@ -1,10 +1,13 @@
 //! Passes a weight's gradient on, on a device: into an open sink, or back to candle.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use fsdp::spec::Dtype;
 use fsdp::{Accumulate, GradSink, Slice};
 
 use super::memory::{Buffer, Out, View};
+use crate::ops::cuda::table::CudaForward;
+use crate::ops::weight_grad::Node;
 
 /// Delivers a weight's gradient, which `compute` writes into memory of the weight's size, or adds to what is there; it is
 /// of the bucket's dtype, or of the weight's.
@@ -49,4 +52,12 @@ pub fn deliver(
     let mut grad = Buffer::new(device, View::of(op, weight)?.dtype(), numel)?;
     compute(grad.out(), Accumulate::Overwrite)?;
     Ok(Some(grad.into_tensor(weight.shape())))
+}
+
+impl<const ARGS: usize> CudaForward<ARGS> for Node {
+    fn on_cuda(&self, args: [(&CudaStorage, &Layout); ARGS]) -> Result<(CudaStorage, Shape)> {
+        let device = args[0].0.device.clone();
+        let slice = CudaStorageSlice::F32(device.alloc_zeros(1)?);
+        Ok((CudaStorage { slice, device }, Shape::from(1)))
+    }
 }

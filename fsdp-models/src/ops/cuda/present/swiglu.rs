@@ -3,8 +3,9 @@
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 use fsdp_kernels::{SwigluArgs, SwigluBackwardArgs, swiglu, swiglu_backward};
 
-use super::{OP, Swiglu};
-use crate::ops::cuda::{self, Buffer, View};
+use crate::ops::cuda::present::{self as cuda, Buffer, View};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::swiglu::{OP, Swiglu};
 
 /// `silu(gate) * up`.
 ///
@@ -62,26 +63,20 @@ pub fn backward(
     Ok([dgate, dup])
 }
 
-impl Swiglu {
-    pub(super) fn on_cuda(
+impl CudaForward<2> for Swiglu {
+    fn on_cuda(
         &self,
-        gate: &CudaStorage,
-        layout: &Layout,
-        up: &CudaStorage,
-        up_layout: &Layout,
+        [(gate, layout), (up, up_layout)]: [(&CudaStorage, &Layout); 2],
     ) -> Result<(CudaStorage, Shape)> {
         let y = forward(View::new(OP, gate, layout)?, View::new(OP, up, up_layout)?)?;
         Ok((y.into_storage(), layout.shape().clone()))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        gate: &Tensor,
-        up: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+impl CudaBackward<2> for Swiglu {
+    fn bwd_on_cuda(&self, [gate, up]: [&Tensor; 2], dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let wanted = [gate.track_op(), up.track_op()];
         let [dgate, dup] = backward(View::of(OP, gate)?, View::of(OP, up)?, View::of(OP, dy)?, wanted)?;
-        Ok((cuda::gradient(gate, dgate), cuda::gradient(up, dup)))
+        Ok([cuda::gradient(gate, dgate), cuda::gradient(up, dup)])
     }
 }

@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape,
 use fsdp_kernels::{DevicePtr, Dtype};
 use half::{bf16, f16};
 
-use crate::ops::storage::is_captured;
+use super::is_captured;
 
 /// Elements for reading.
 #[derive(Clone, Copy)]

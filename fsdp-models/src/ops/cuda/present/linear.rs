@@ -2,17 +2,15 @@
 
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 
-use super::{Linear, OP};
-use crate::ops::cuda::{self, View, matmul, product};
+use crate::ops::cuda::present::{self as cuda, View, matmul, product};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::linear::{Linear, OP};
 use crate::ops::storage::rows_and_width;
 
-impl Linear {
-    pub(super) fn on_cuda(
+impl CudaForward<2> for Linear {
+    fn on_cuda(
         &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
+        [(x, x_layout), (weight, weight_layout)]: [(&CudaStorage, &Layout); 2],
     ) -> Result<(CudaStorage, Shape)> {
         let (out, width) = weight_layout.shape().dims2()?;
         let mut dims = x_layout.dims().to_vec();
@@ -23,13 +21,10 @@ impl Linear {
         let weight = View::new(OP, weight, weight_layout)?.matrix(out, width);
         Ok((product(x, weight.t())?.into_storage(), Shape::from(dims)))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+impl CudaBackward<2> for Linear {
+    fn bwd_on_cuda(&self, [x, weight]: [&Tensor; 2], dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let (out, width) = weight.dims2()?;
         let (rows, _) = rows_and_width(OP, x)?;
         let x_matrix = View::of(OP, x)?.matrix(rows, width);
@@ -40,6 +35,6 @@ impl Linear {
             true => Some(product(dy, View::of(OP, weight)?.matrix(out, width))?),
             false => None,
         };
-        Ok((cuda::gradient(x, dx), dweight))
+        Ok([cuda::gradient(x, dx), dweight])
     }
 }

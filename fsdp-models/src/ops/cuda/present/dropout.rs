@@ -3,11 +3,12 @@
 use candle_core::{CudaStorage, Layout, Result, Shape};
 use fsdp_kernels::{DropoutArgs, dropout};
 
-use super::{Dropout, OP};
-use crate::ops::cuda::{self, Buffer, View};
+use crate::ops::cuda::present::{self as cuda, Buffer, View};
+use crate::ops::cuda::table::CudaForward;
+use crate::ops::dropout::{Dropout, OP};
 
-impl Dropout {
-    pub(super) fn on_cuda(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+impl CudaForward<1> for Dropout {
+    fn on_cuda(&self, [(x, layout)]: [(&CudaStorage, &Layout); 1]) -> Result<(CudaStorage, Shape)> {
         let x = View::new(OP, x, layout)?;
         let mut y = Buffer::new(x.device(), x.dtype(), x.len())?;
         if x.len() > 0 {

@@ -3,13 +3,14 @@
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use fsdp::{Accumulate, GradSink};
 
-use super::{GatedMlp, OP};
-use crate::ops::cuda::{self, Buffer, Matrix, View, matmul, product};
+use crate::ops::cuda::present::swiglu::{backward as swiglu_backward, forward as swiglu};
+use crate::ops::cuda::present::{self as cuda, Buffer, Matrix, View, matmul, product};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::gated_mlp::{GatedMlp, OP};
 use crate::ops::storage::rows_and_width;
-use crate::ops::swiglu::cuda::{backward as swiglu_backward, forward as swiglu};
 
-impl GatedMlp {
-    pub(super) fn on_cuda(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+impl CudaForward<2> for GatedMlp {
+    fn on_cuda(&self, [(x, layout), _]: [(&CudaStorage, &Layout); 2]) -> Result<(CudaStorage, Shape)> {
         let [gate_weight, up_weight, down_weight] = &self.weights;
         let (hidden, dim) = gate_weight.dims2()?;
         let (out, _) = down_weight.dims2()?;
@@ -23,17 +24,14 @@ impl GatedMlp {
         let inner = swiglu(gate.view(), up.view())?;
         let down = View::of(OP, down_weight)?.matrix(out, hidden);
         let y = product(inner.view().matrix(rows, hidden), down.t())?;
-        let _ = self.cuda_activations.set([gate, up]);
+        self.activations.set([gate, up]);
         Ok((y.into_storage(), Shape::from(dims)))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        x: &Tensor,
-        weights: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let Some([gate, up]) = self.cuda_activations.get() else { bail!("{OP}: backward before forward") };
+impl CudaBackward<2> for GatedMlp {
+    fn bwd_on_cuda(&self, [x, weights]: [&Tensor; 2], dy: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let [gate, up]: &[Buffer; 2] = self.activations.get(OP)?;
         let [gate_weight, up_weight, down_weight] = &self.weights;
         let (hidden, dim) = gate_weight.dims2()?;
         let (out, _) = down_weight.dims2()?;
@@ -66,6 +64,6 @@ impl GatedMlp {
         } else {
             None
         };
-        Ok((cuda::gradient(x, dx), self.bundle.leave(weights, vec![dgate_weight, dup_weight, ddown])?))
+        Ok([cuda::gradient(x, dx), self.bundle.leave(weights, vec![dgate_weight, dup_weight, ddown])?])
     }
 }

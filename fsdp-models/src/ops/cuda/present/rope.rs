@@ -3,8 +3,9 @@
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 use fsdp_kernels::{DevicePtr, Dtype, RopeArgs, rope};
 
-use super::{OP, Rope, Turn};
-use crate::ops::cuda::{self, Buffer, View};
+use crate::ops::cuda::present::{self as cuda, Buffer, View};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
+use crate::ops::rope::{OP, Rope, Turn};
 
 /// Where heads are turned: rows of `heads` heads, at the positions that the angles are for.
 #[derive(Clone, Copy)]
@@ -57,14 +58,18 @@ impl Rope {
         turned(OP, x, y.out().at(), heads, turn)?;
         Ok(y)
     }
+}
 
-    pub(super) fn on_cuda(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+impl CudaForward<1> for Rope {
+    fn on_cuda(&self, [(x, layout)]: [(&CudaStorage, &Layout); 1]) -> Result<(CudaStorage, Shape)> {
         let y = self.turned_on_cuda(View::new(OP, x, layout)?, Turn::Forward)?;
         Ok((y.into_storage(), layout.shape().clone()))
     }
+}
 
-    pub(super) fn bwd_on_cuda(&self, x: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
+impl CudaBackward<1> for Rope {
+    fn bwd_on_cuda(&self, [x]: [&Tensor; 1], dy: &Tensor) -> Result<[Option<Tensor>; 1]> {
         let dx = self.turned_on_cuda(View::of(OP, dy)?, Turn::Back)?;
-        Ok(Some(dx.into_tensor(x.shape())))
+        Ok([Some(dx.into_tensor(x.shape()))])
     }
 }

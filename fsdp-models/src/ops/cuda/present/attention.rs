@@ -5,15 +5,16 @@
 //! many heads at a time as make [`SCORES`] of them, at least for those that share keys. Unlike on the CPU the softmax
 //! weights are rounded to the dtype of the arguments before they are multiplied, as the products want them.
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 use fsdp::Accumulate;
 use fsdp_kernels::{
     CausalSoftmaxArgs, CausalSoftmaxBackwardArgs, Dtype, SwapDimsArgs, causal_softmax,
     causal_softmax_backward, swap_dims,
 };
 
-use super::{Attention, AttentionShape, OP};
-use crate::ops::cuda::{self, Buffer, View, matmul};
+use crate::ops::attention::{Attention, AttentionShape, OP};
+use crate::ops::cuda::present::{self as cuda, Buffer, View, matmul};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
 
 /// Scores that exist at a time: 512 MiB of f32.
 const SCORES: usize = 1 << 27;
@@ -169,29 +170,22 @@ impl Attention {
             heads_first(v, self.shape, kv_heads)?,
         ])
     }
+}
 
-    pub(super) fn on_cuda(
-        &self,
-        q: (&CudaStorage, &Layout),
-        k: (&CudaStorage, &Layout),
-        v: (&CudaStorage, &Layout),
-    ) -> Result<(CudaStorage, Shape)> {
+impl CudaForward<3> for Attention {
+    fn on_cuda(&self, [q, k, v]: [(&CudaStorage, &Layout); 3]) -> Result<(CudaStorage, Shape)> {
         let shape = q.1.shape().clone();
         let [q, k, v] =
             self.arranged([View::new(OP, q.0, q.1)?, View::new(OP, k.0, k.1)?, View::new(OP, v.0, v.1)?])?;
         let (out, lse) = forward(self.shape, q.view(), k.view(), v.view())?;
-        let _ = self.cuda_lse.set(lse);
+        self.lse.set(lse);
         Ok((heads_last(out.view(), self.shape, self.shape.heads)?.into_storage(), shape))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        dout: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(lse) = self.cuda_lse.get() else { bail!("{OP}: backward before forward") };
+impl CudaBackward<3> for Attention {
+    fn bwd_on_cuda(&self, [q, k, v]: [&Tensor; 3], dout: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let lse: &Buffer = self.lse.get(OP)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
         let arranged = self.arranged([View::of(OP, q)?, View::of(OP, k)?, View::of(OP, v)?])?;
         let dout = heads_first(View::of(OP, dout)?, self.shape, heads)?;
@@ -203,6 +197,6 @@ impl Attention {
             }
             false => Ok(None),
         };
-        Ok((wanted(q, dq, heads)?, wanted(k, dk, kv_heads)?, wanted(v, dv, kv_heads)?))
+        Ok([wanted(q, dq, heads)?, wanted(k, dk, kv_heads)?, wanted(v, dv, kv_heads)?])
     }
 }

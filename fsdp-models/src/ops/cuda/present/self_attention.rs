@@ -1,16 +1,17 @@
 //! Llama's attention with its projections, on a CUDA device.
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
 use fsdp::Accumulate;
 
-use super::{OP, SelfAttention};
-use crate::ops::attention::cuda::{backward, forward, heads_first, heads_last};
-use crate::ops::cuda::{self, Buffer, View, matmul, product};
+use crate::ops::cuda::present::attention::{backward, forward, heads_first, heads_last};
+use crate::ops::cuda::present::rope::{Heads, rotate_in_place};
+use crate::ops::cuda::present::{self as cuda, Buffer, View, matmul, product};
+use crate::ops::cuda::table::{CudaBackward, CudaForward};
 use crate::ops::rope::Turn;
-use crate::ops::rope::cuda::{Heads, rotate_in_place};
+use crate::ops::self_attention::{OP, SelfAttention};
 
 /// What backward needs of forward.
-pub struct Saved {
+struct Saved {
     /// Queries and keys, rotated, and values, each `[b, heads, t, dim]`.
     projected: [Buffer; 3],
     /// `[b, t, heads * dim]`.
@@ -29,12 +30,10 @@ impl SelfAttention {
         let [q, k, v] = &self.weights;
         [(q, heads, true), (k, kv_heads, true), (v, kv_heads, false)]
     }
+}
 
-    pub(super) fn on_cuda(
-        &self,
-        x: (&CudaStorage, &Layout),
-        o_weight: (&CudaStorage, &Layout),
-    ) -> Result<(CudaStorage, Shape)> {
+impl CudaForward<3> for SelfAttention {
+    fn on_cuda(&self, [x, _, o_weight]: [(&CudaStorage, &Layout); 3]) -> Result<(CudaStorage, Shape)> {
         let rows = self.rows();
         let x = View::new(OP, x.0, x.1)?;
         let project = |(weight, heads, turned): (&Tensor, usize, bool)| {
@@ -55,20 +54,14 @@ impl SelfAttention {
         let (out, width) = o_weight.1.shape().dims2()?;
         let o_weight = View::new(OP, o_weight.0, o_weight.1)?.matrix(out, width);
         let y = product(heads_out.view().matrix(rows, width), o_weight.t())?;
-        let _ = self.cuda_saved.set(Saved { projected, heads_out, lse });
+        self.saved.set(Saved { projected, heads_out, lse });
         Ok((y.into_storage(), Shape::from((self.shape.b, self.shape.t, out))))
     }
+}
 
-    pub(super) fn bwd_on_cuda(
-        &self,
-        x: &Tensor,
-        argument: &Tensor,
-        o_weight: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(Saved { projected, heads_out, lse }) = self.cuda_saved.get() else {
-            bail!("{OP}: backward before forward")
-        };
+impl CudaBackward<3> for SelfAttention {
+    fn bwd_on_cuda(&self, [x, argument, o_weight]: [&Tensor; 3], dy: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let Saved { projected, heads_out, lse } = self.saved.get(OP)?;
         let rows = self.rows();
         let (out, width) = o_weight.dims2()?;
         let dy = View::of(OP, dy)?.matrix(rows, out);
@@ -105,6 +98,6 @@ impl SelfAttention {
                 }
             }
         }
-        Ok((cuda::gradient(x, dx), self.bundle.leave(argument, weights)?, do_weight))
+        Ok([cuda::gradient(x, dx), self.bundle.leave(argument, weights)?, do_weight])
     }
 }
