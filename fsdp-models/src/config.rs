@@ -65,8 +65,7 @@ impl LlamaConfig {
     /// Reads a configuration, and returns the whole JSON object beside it.
     pub(crate) fn read_json_file(path: &Path) -> Result<(Self, Map<String, Value>), ConfigError> {
         let json = read_object(path, MAX_CONFIG)?;
-        let json =
-            json.map_err(|source| ConfigError::Malformed { path: Some(path.to_path_buf()), source })?;
+        let json = json.map_err(|cause| ConfigError::Malformed { path: Some(path.to_path_buf()), cause })?;
         let config = json::read(&json, Some(path))?;
         config.validate()?;
         Ok((config, json))
@@ -172,12 +171,12 @@ pub enum ConfigError {
     #[error(transparent)]
     File(#[from] FileError),
     /// The file is not such a configuration.
-    #[error("{}not a Llama configuration: {}", .path.as_ref().map_or(String::new(), |path| format!("`{}` is ", path.display())), said(.source))]
+    #[error("{}not a Llama configuration: {}", .path.as_ref().map_or(String::new(), |path| format!("`{}` is ", path.display())), said(.cause))]
     Malformed {
         /// The file, where there is one.
         path: Option<PathBuf>,
         /// What is wrong, and where.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
     /// A size of zero.
     #[error("{field} is 0: it must be at least 1")]

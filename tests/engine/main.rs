@@ -12,6 +12,7 @@ mod copies;
 mod declarations;
 mod dropout;
 mod ema;
+mod error_sources;
 mod event_order;
 mod failures;
 mod faults_layout;

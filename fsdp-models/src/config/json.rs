@@ -40,7 +40,7 @@ pub(super) fn read(json: &Map<String, Value>, path: Option<&Path>) -> Result<Lla
         check_rope(name, rope, &mut refusals);
     }
     refusals.into_result(path)?;
-    let malformed = |source| ConfigError::Malformed { path: path.map(Path::to_path_buf), source };
+    let malformed = |cause| ConfigError::Malformed { path: path.map(Path::to_path_buf), cause };
     let nested: Rope = match rope {
         Some((_, rope)) => serde_json::from_value(rope.clone()).map_err(malformed)?,
         None => Rope::default(),

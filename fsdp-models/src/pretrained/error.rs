@@ -37,12 +37,12 @@ pub enum PretrainedError {
     #[error(transparent)]
     Settings(#[from] SettingsError),
     /// A file beside the weights that cannot be understood.
-    #[error("`{}` is not a JSON object: {}", .path.display(), said(.source))]
+    #[error("`{}` is not a JSON object: {}", .path.display(), said(.cause))]
     Json {
         /// The file.
         path: PathBuf,
         /// What is wrong, and where.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
     /// A directory without weights.
     #[error("`{}` has neither model.safetensors nor model.safetensors.index.json", .path.display())]

@@ -106,8 +106,8 @@ const TABLE: Table = Table {
 pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Value>>, PretrainedError> {
     let path = dir.join(GENERATION_CONFIG);
     let json = match read_object(&path, MAX_CONFIG) {
-        Err(error) if error.source.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        json => json?.map_err(|source| PretrainedError::Json { path: path.clone(), source })?,
+        Err(error) if error.cause.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        json => json?.map_err(|cause| PretrainedError::Json { path: path.clone(), cause })?,
     };
     TABLE.check(json.iter()).into_result(Some(&path))?;
     Ok(Some(json))

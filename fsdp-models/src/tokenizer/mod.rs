@@ -68,7 +68,7 @@ impl Tokenizer {
         let inner = build(&file)?;
         let path = file.with_file_name("tokenizer_config.json");
         let config = match read_object(&path, MAX_CONFIG) {
-            Err(error) if error.source.kind() == ErrorKind::NotFound => Map::new(),
+            Err(error) if error.cause.kind() == ErrorKind::NotFound => Map::new(),
             json => json?
                 .map_err(|error| TokenizerError::Invalid { path: path.clone(), reason: error.to_string() })?,
         };
@@ -240,9 +240,9 @@ fn check_added(
 fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
     let path = dir.join("config.json");
     match read_object(&path, MAX_CONFIG) {
-        Err(error) if error.source.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) if error.cause.kind() == ErrorKind::NotFound => Ok(None),
         json => {
-            let json = json?.map_err(|source| PretrainedError::Json { path: path.clone(), source })?;
+            let json = json?.map_err(|cause| PretrainedError::Json { path: path.clone(), cause })?;
             check_tokens(&json).into_result(Some(&path)).map_err(PretrainedError::from)?;
             Ok(Some(json))
         }

@@ -68,7 +68,7 @@ impl MetricsWriter {
     /// The file cannot be read or written.
     pub fn resume(path: &Path, done: usize) -> Result<(Self, Vec<StepMetrics>), FileError> {
         let text = match files::read_to_string(path, u64::MAX) {
-            Err(error) if error.source.kind() == ErrorKind::NotFound => String::new(),
+            Err(error) if error.cause.kind() == ErrorKind::NotFound => String::new(),
             read => read?,
         };
         let mut steps: Vec<StepMetrics> = Vec::new();

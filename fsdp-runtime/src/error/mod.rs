@@ -25,7 +25,6 @@ pub enum Error {
     #[error("{error}. {advice}")]
     Resharded {
         /// candle's error.
-        #[source]
         error: Arc<candle_core::Error>,
         /// Which parameters it may be, and what to do.
         advice: String,

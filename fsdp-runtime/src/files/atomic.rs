@@ -50,8 +50,8 @@ impl AtomicFile {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let target = match fs::metadata(target) {
             Ok(existing) if !existing.is_file() => {
-                let source = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
-                return Err(FileError { action: "write", path: target.to_path_buf(), source });
+                let cause = io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file");
+                return Err(FileError { action: "write", path: target.to_path_buf(), cause });
             }
             Ok(_) => fs::canonicalize(target).map_err(FileError::on("write", target))?,
             Err(_) => target.to_path_buf(),
@@ -59,8 +59,8 @@ impl AtomicFile {
         // `a/` has the file name `a`, and no file can be put there.
         let is_directory = target.as_os_str().as_encoded_bytes().ends_with(b"/");
         let Some(name) = target.file_name().filter(|_| !is_directory) else {
-            let source = io::Error::new(io::ErrorKind::InvalidInput, "it has no file name");
-            return Err(FileError { action: "write", path: target, source });
+            let cause = io::Error::new(io::ErrorKind::InvalidInput, "it has no file name");
+            return Err(FileError { action: "write", path: target, cause });
         };
         let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
         let temporary =

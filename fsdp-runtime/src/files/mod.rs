@@ -27,22 +27,22 @@ pub use reader::TensorFile;
 pub(crate) use turns::{Turn, Turns};
 pub use writer::{TensorFileWriter, save_bf16, save_f32};
 
-/// A failed operation on one file or directory.
+/// A failed operation on one file or directory. Its message has that of the cause, which so is no `source()`.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {action} `{}`: {source}", shown(path))]
+#[error("cannot {action} `{}`: {cause}", shown(path))]
 pub struct FileError {
     /// What was attempted, to follow "cannot": `open`, `read`, `write`.
     pub action: &'static str,
     /// The file or directory.
     pub path: PathBuf,
     /// Why it failed.
-    pub source: std::io::Error,
+    pub cause: std::io::Error,
 }
 
 impl FileError {
     /// Turns an I/O error into one that names the file: `.map_err(FileError::on("read", path))`.
     pub fn on(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> FileError {
-        move |source| FileError { action, path: path.to_path_buf(), source }
+        move |cause| FileError { action, path: path.to_path_buf(), cause }
     }
 }
 

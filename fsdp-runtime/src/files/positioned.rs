@@ -62,7 +62,7 @@ impl PositionedFile {
             FileError {
                 action: "read",
                 path: self.path.clone(),
-                source: io::Error::new(error.kind(), message),
+                cause: io::Error::new(error.kind(), message),
             }
         })
     }
