@@ -171,7 +171,7 @@ fn lock(disk: &Disk, locks: &FileLocks, directory: &Path) -> Result<(), Checkpoi
     match held {
         Ok(true) => Ok(()),
         Ok(false) => Err(CheckpointError::Busy { path: directory.to_path_buf() }),
-        Err(CheckpointError::File(error)) if error.source.kind() == io::ErrorKind::Unsupported => Ok(()),
+        Err(CheckpointError::File(error)) if error.cause.kind() == io::ErrorKind::Unsupported => Ok(()),
         Err(error) => Err(error),
     }
 }

@@ -57,7 +57,7 @@ impl Index {
             let path = directory.join(&file.name);
             match Verified::open(&path, file) {
                 Ok(mut file) => file.check(&places, &mut wrong, &mut progress),
-                Err(error) if error.source.kind() == io::ErrorKind::NotFound && !directory.exists() => {
+                Err(error) if error.cause.kind() == io::ErrorKind::NotFound && !directory.exists() => {
                     return vec![CheckpointError::Removed { path: directory.to_path_buf() }];
                 }
                 Err(error) => wrong.push(error.into()),
