@@ -8,6 +8,7 @@ use std::cmp::Ordering;
 use candle_core::{DType, Device, Tensor};
 use fsdp::Fsdp;
 
+pub use crate::error::GenerateError;
 use crate::llama::Llama;
 use crate::random::mix;
 
@@ -137,44 +138,6 @@ pub fn generate(model: &Fsdp<Llama>, prompt: &[u32], sampling: &Sampling) -> cra
         ids.push(next);
     }
     Ok(ids.split_off(prompt.len()))
-}
-
-/// Why there is no completion.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum GenerateError {
-    /// Nothing to continue.
-    #[error("the prompt is empty: at least one token is needed to begin with")]
-    EmptyPrompt,
-    /// More than the model can look at.
-    #[error("a prompt of {tokens} tokens is too long for a model of max_position_embeddings {positions}")]
-    PromptTooLong {
-        /// Tokens of the prompt.
-        tokens: usize,
-        /// Positions of the model.
-        positions: usize,
-    },
-    /// A setting out of range.
-    #[error("{setting} is {value}: it must be {expected}")]
-    Setting {
-        /// Which.
-        setting: &'static str,
-        /// Its value.
-        value: f64,
-        /// What it may be.
-        expected: &'static str,
-    },
-    /// Nothing to choose from.
-    #[error("there are no logits to choose a token by")]
-    NoLogits,
-    /// The model is broken.
-    #[error(
-        "a logit of the token after {position} others is not a number: the model's weights are not finite"
-    )]
-    NotANumber {
-        /// Tokens before it.
-        position: usize,
-    },
 }
 
 #[cfg(test)]

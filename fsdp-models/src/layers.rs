@@ -8,7 +8,8 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{Device, Result, Tensor, bail};
 use fsdp::{Forward, FsdpUnit, Init, Param, Scope, Unit};
 
-use crate::{config::LlamaConfig, ops};
+use crate::config::LlamaConfig;
+use crate::ops;
 
 /// `x wᵀ` with a weight `[out, in]` and no bias, or the same with a low-rank adapter beside it.
 #[derive(Debug, FsdpUnit)]

@@ -7,25 +7,50 @@
 //! - [`pretrained`], [`tokenizer`]: Hugging Face directories, GGUF files and tokenizers.
 //! - [`data`], [`trainer`], [`generate`]: training a Llama, and looking at its completions.
 //! - [`checkpoint`]: inspecting, comparing and exporting checkpoints.
+//!
+//! Modules are layers, lowest first; each imports only from those above it in this list.
 
 #![warn(missing_debug_implementations)]
 
-pub mod checkpoint;
-pub mod config;
-pub mod data;
-pub mod error;
-pub mod generate;
-pub mod layers;
-pub mod llama;
-pub mod lora;
-pub mod ops;
-pub mod paths;
-pub mod pretrained;
 mod product;
+
 mod random;
+
+mod run;
+
 pub mod settings;
+
+pub mod ops;
+
+pub mod error;
+
+pub mod paths;
+
+pub mod config;
+
+pub mod layers;
+
+mod adapter;
+
+pub mod llama;
+
+mod generation;
+
+mod gguf;
+
 pub mod tokenizer;
+
+pub mod data;
+
+pub mod pretrained;
+
+pub mod lora;
+
+pub mod generate;
+
 pub mod trainer;
+
+pub mod checkpoint;
 
 pub use config::LlamaConfig;
 pub use error::{Error, Result};

@@ -6,9 +6,9 @@ use fsdp::engine::{Fused, Tie, UnitCell, Visitor, Walker};
 use fsdp::spec::Attrs;
 use fsdp::{Forward, FsdpUnit, Param, Scope, Unit};
 
+use crate::adapter::LoraConfig;
 use crate::config::LlamaConfig;
 use crate::layers::{Block, Embedding, Linear, RmsNorm, RopeTables};
-use crate::lora::LoraConfig;
 use crate::ops;
 
 /// The model. Each block is a communication unit; embedding, last norm and head belong to the root.

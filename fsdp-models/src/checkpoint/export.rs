@@ -9,8 +9,8 @@ use fsdp::files::{FoundTensor, Mismatch, TensorFileError};
 use fsdp::spec::Dtype;
 use serde_json::{Map, Value};
 
-use crate::LlamaConfig;
-use crate::lora::adapter_of;
+use crate::adapter::adapter_of;
+use crate::config::LlamaConfig;
 use crate::paths::Paths;
 use crate::pretrained::{
     PretrainedWriter, StoredTensor, params_of, read_generation_config, set_dtype, write_generation_config,

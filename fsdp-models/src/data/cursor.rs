@@ -1,28 +1,6 @@
 //! A run's position in its data. A resumed run continues with the next sample.
 
-use std::fmt;
-
-use fsdp::files::brief;
-use serde::{Deserialize, Serialize};
-
-use super::DataError;
-
-/// A place in the order of samples that a source serves: what a checkpoint keeps of the data.
-///
-/// It counts samples, not steps: training goes on at the very next sample on any number of ranks, with any number of
-/// microbatches, and with another global batch too, whose first row is then that sample. What the samples are, and
-/// their order, must be the same: [`Batches::resume`](super::Batches::resume) compares the rest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DataCursor {
-    /// Samples served since the first step, over all epochs.
-    pub samples: u64,
-    /// Key of the order of samples.
-    pub seed: u64,
-    /// Predicted tokens of a sample.
-    pub seq: usize,
-    /// What the samples are cut from: kind, length and a hash of the content.
-    pub source: String,
-}
+use super::{DataCursor, DataError};
 
 impl DataCursor {
     /// The samples served, if `now`, the present source at the same place, has the same samples in the same order.
@@ -31,12 +9,6 @@ impl DataCursor {
             return Ok(self.samples);
         }
         Err(DataError::OtherData { before: self.clone(), now: now.clone() })
-    }
-}
-
-impl fmt::Display for DataCursor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in sequences of {} tokens, order {}", brief(&self.source), self.seq, self.seed)
     }
 }
 

@@ -8,7 +8,7 @@ use fsdp::Fsdp;
 use fsdp::engine::FullParam;
 use fsdp::spec::ParamSpec;
 
-use super::adapter_of;
+use crate::adapter::adapter_of;
 use crate::llama::Llama;
 use crate::pretrained::{Pretrained, SaveOptions};
 

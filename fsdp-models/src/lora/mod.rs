@@ -22,67 +22,17 @@
 
 mod merge;
 mod peft;
-mod targets;
 
-use std::path::PathBuf;
-
-use fsdp::files::{FileError, TensorFileError, brief, brief_to, listed, said};
 use fsdp::{FullyShard, Init, Param};
 
 pub use merge::visit_merged_weights;
 pub use peft::{load_adapters, save_adapters};
-pub use targets::{HEAD, PROJECTIONS, Targets};
 
+use crate::adapter;
+pub use crate::adapter::{HEAD, LoraConfig, Targets};
+pub use crate::error::{LoraError, PROJECTIONS};
 use crate::layers::Linear;
 use crate::llama::Llama;
-use crate::paths::PathError;
-use crate::settings::SettingsError;
-
-/// Where adapters go, and how large they are.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LoraConfig {
-    /// Rows of `A` and columns of `B`.
-    pub rank: usize,
-    /// The adapter's part is scaled by `alpha / rank`.
-    pub alpha: f64,
-    /// Which projections get one.
-    pub targets: Targets,
-    /// Probability with which an element of an adapter's input is dropped in training.
-    pub dropout: f64,
-}
-
-/// Largest rank, with which products of sizes can still be counted.
-const MAX_RANK: usize = 1 << 24;
-
-impl Default for LoraConfig {
-    /// Rank 8, alpha 16, on `q_proj` and `v_proj`, no dropout.
-    fn default() -> Self {
-        LoraConfig { rank: 8, alpha: 16.0, targets: Targets::default(), dropout: 0.0 }
-    }
-}
-
-impl LoraConfig {
-    /// `alpha / rank`.
-    pub fn scale(&self) -> f64 {
-        self.alpha / self.rank as f64
-    }
-
-    fn validate(&self) -> Result<(), LoraError> {
-        if self.rank == 0 {
-            return Err(LoraError::NoRank);
-        }
-        if self.rank > MAX_RANK {
-            return Err(LoraError::Rank { rank: self.rank });
-        }
-        if !(self.alpha.is_finite() && self.alpha > 0.0) {
-            return Err(LoraError::Alpha { alpha: self.alpha });
-        }
-        if !(0.0..1.0).contains(&self.dropout) {
-            return Err(LoraError::Dropout { dropout: self.dropout });
-        }
-        Ok(())
-    }
-}
 
 impl Llama {
     /// Freezes the model and puts adapters beside the projections that `config` names. To be called on every rank
@@ -100,7 +50,7 @@ impl Llama {
         let mut modules = Vec::new();
         for (at, block) in blocks.iter_mut().enumerate() {
             let block = block.module_mut().ok_or(LoraError::Sharded)?;
-            modules.extend(block.projections_mut().map(|(name, _)| targets::module(at, name)));
+            modules.extend(block.projections_mut().map(|(name, _)| adapter::module(at, name)));
         }
         modules.extend(head.map(|_| HEAD.to_owned()));
         let adapted = config.targets.among(&modules)?;
@@ -134,108 +84,10 @@ impl Linear {
     }
 }
 
-/// Why there are no adapters, or none can be read or written.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LoraError {
-    /// A rank of 0.
-    #[error("the rank of the adapters is 0: it must be at least 1")]
-    NoRank,
-    /// A rank beyond that of any matrix, which could not be counted with.
-    #[error("the rank of the adapters is {rank}: it must be at most {MAX_RANK}")]
-    Rank {
-        /// The value.
-        rank: usize,
-    },
-    /// A scale that means nothing.
-    #[error("alpha is {alpha}: it must be finite and positive")]
-    Alpha {
-        /// The value.
-        alpha: f64,
-    },
-    /// A probability out of range.
-    #[error("the dropout of the adapters is {dropout}: it must be at least 0 and below 1")]
-    Dropout {
-        /// The value.
-        dropout: f64,
-    },
-    /// Nothing to adapt.
-    #[error("no projection is named: expected {}, or all-linear", PROJECTIONS.join(", "))]
-    NoTargets,
-    /// Names that are no projections.
-    #[error(
-        "{} no projection of the model: expected some of {}{}, or all-linear",
-        are(.unknown), PROJECTIONS.join(", "), if *.head { ", lm_head" } else { "" }
-    )]
-    UnknownTargets {
-        /// The names.
-        unknown: Vec<String>,
-        /// The model has a head that is not the embedding.
-        head: bool,
-    },
-    /// A pattern that is none, or that no projection has.
-    #[error("the pattern `{}` of the adapted modules {}", brief_to(.pattern, 200), said(.reason))]
-    Pattern {
-        /// The pattern.
-        pattern: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// Adapters are added once.
-    #[error("the model has adapters already")]
-    Adapted,
-    /// Too late.
-    #[error("the model is sharded already: adapters must be added before `fully_shard`")]
-    Sharded,
-    /// Nothing to save.
-    #[error("the model has no adapters")]
-    NotAdapted,
-    /// A directory that is no adapter of PEFT, or one of a kind that is not implemented.
-    #[error("`{}`: {}", .path.display(), said(.reason))]
-    Peft {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A place to write to.
-    #[error(transparent)]
-    Path(#[from] PathError),
-    /// Settings of an adapter of another kind.
-    #[error(transparent)]
-    Settings(#[from] SettingsError),
-    /// A file that cannot be read or written.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// The adapters' tensors.
-    #[error(transparent)]
-    Tensors(#[from] TensorFileError),
-    /// The sharded model.
-    #[error(transparent)]
-    Fsdp(#[from] fsdp::Error),
-}
-
-fn are(names: &[String]) -> String {
-    let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", brief(name))).collect();
-    format!("{} {}", listed(&quoted), if names.len() == 1 { "is" } else { "are" })
-}
-
-/// The projection that an adapter's parameter belongs to, and which of the two it is: its name without the suffix.
-pub(crate) fn adapter_of(name: &str) -> Option<(&str, Half)> {
-    let half = |suffix, half| Some((name.strip_suffix(suffix)?, half));
-    half(".lora_A.weight", Half::A).or_else(|| half(".lora_B.weight", Half::B))
-}
-
-/// One of an adapter's matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Half {
-    A = 0,
-    B = 1,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::adapter::{Half, adapter_of};
 
     fn model(tied: bool) -> Llama {
         let config = format!(

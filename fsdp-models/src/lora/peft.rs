@@ -10,7 +10,8 @@ use fsdp::files::{AtomicFile, FileError, TensorFile, save_f32};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{LoraConfig, LoraError, PROJECTIONS, Targets, adapter_of};
+use super::{LoraConfig, LoraError, PROJECTIONS, Targets};
+use crate::adapter::adapter_of;
 use crate::config::MAX_CONFIG;
 use crate::llama::Llama;
 use crate::paths::check_model_dir;

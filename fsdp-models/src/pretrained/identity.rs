@@ -1,32 +1,11 @@
 //! The identity of a pretrained model, which tells it apart from others of one architecture.
 
-use std::fmt;
-
-use fsdp::files::brief;
-use serde::{Deserialize, Serialize};
-
-use super::Pretrained;
 use super::weights::Weights;
-use crate::LlamaConfig;
+use super::{Identity, Pretrained};
+use crate::config::LlamaConfig;
 
 /// Elements read at a time: a multiple of every block size.
 const CHUNK: usize = 1 << 20;
-
-/// A pretrained model by its name and by what is in it. It is the same model if the fingerprints are the same, wherever it is.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
-    /// The path it was opened by.
-    pub name: String,
-    /// CRC-32 of its configuration and of the names, dtypes, shapes and stored bytes of all its tensors, in hex. How they are laid
-    /// out in files is no part of it.
-    pub fingerprint: String,
-}
-
-impl fmt::Display for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` (fingerprint {})", brief(&self.name), brief(&self.fingerprint))
-    }
-}
 
 impl Pretrained {
     /// What tells this model apart from others. All its weights are read for it, a piece at a time: an adapter trained beside one

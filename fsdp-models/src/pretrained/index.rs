@@ -7,7 +7,7 @@ use fsdp::files::{FoundTensor, TensorFile, brief, listed, said};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::error::PretrainedError;
+use crate::error::PretrainedError;
 use crate::settings::{Kind, Known, Table, read_object};
 
 /// The index of a checkpoint of several files.

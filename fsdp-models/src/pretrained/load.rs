@@ -7,9 +7,9 @@ use fsdp::Fsdp;
 use fsdp::files::{Mismatch, TensorFileError, brief};
 use fsdp::spec::ParamSpec;
 
-use super::error::PretrainedError;
 use super::weights::Weights;
-use crate::lora::adapter_of;
+use crate::adapter::adapter_of;
+use crate::error::PretrainedError;
 
 /// How tensors that do not fit are treated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

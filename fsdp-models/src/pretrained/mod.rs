@@ -3,9 +3,6 @@
 //! No rank ever holds a whole model. Each rank reads the ranges of elements that it keeps. To write a model, rank 0 gets one
 //! bucket of the layout at a time.
 
-mod error;
-mod generation;
-pub(crate) mod gguf;
 mod identity;
 mod index;
 mod load;
@@ -23,19 +20,19 @@ use fsdp::warning::warn;
 use fsdp::{Fsdp, FsdpConfig, FullyShard};
 use serde_json::{Map, Value};
 
-pub use error::PretrainedError;
-pub(crate) use generation::{check_tokens, read_generation_config, token_ids, write_generation_config};
-pub use gguf::GgufFile;
-pub use identity::Identity;
+pub use crate::error::PretrainedError;
+pub use crate::gguf::GgufFile;
+pub use crate::run::Identity;
 pub use index::ShardedTensorFiles;
 pub use load::{LoadReport, Strictness};
 pub(crate) use save::set_dtype;
 pub use save::{SaveOptions, check_save_place, save_pretrained};
 pub use weights::Weights;
-pub(crate) use weights::is_gguf;
 pub use writer::{PretrainedWriter, StoredTensor};
 
-use crate::{Llama, LlamaConfig};
+use crate::config::LlamaConfig;
+use crate::generation::read_generation_config;
+use crate::llama::Llama;
 
 /// A pretrained Llama: its configuration and its weights, still in their files.
 ///

@@ -9,13 +9,14 @@ use fsdp::files::{AtomicFile, FileError, StoredDtype};
 use fsdp::spec::{Dtype, ParamSpec};
 use serde_json::{Map, Value, json};
 
-use super::error::PretrainedError;
-use super::generation::write_generation_config;
 use super::writer::{PretrainedWriter, StoredTensor};
 use super::{Pretrained, params_of};
-use crate::lora::adapter_of;
+use crate::adapter::adapter_of;
+use crate::config::LlamaConfig;
+use crate::error::PretrainedError;
+use crate::generation::write_generation_config;
 use crate::paths::check_model_dir;
-use crate::{LlamaConfig, Tokenizer};
+use crate::tokenizer::Tokenizer;
 
 /// How a model is saved.
 #[derive(Clone, Copy, Debug)]

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use fsdp::files::{self, FileError, FoundTensor, TensorFile, TensorFileError};
 
-use super::error::PretrainedError;
-use super::gguf::GgufFile;
 use super::index::{INDEX, ShardedTensorFiles};
+use crate::error::PretrainedError;
+use crate::gguf::{GgufFile, is_gguf};
 
 /// A checkpoint of one file.
 pub(super) const SINGLE: &str = "model.safetensors";
@@ -151,12 +151,4 @@ impl Weights {
         }
         Ok(false)
     }
-}
-
-/// Whether a file begins as a GGUF file does, or has the name of one.
-pub(crate) fn is_gguf(path: &Path) -> Result<bool, FileError> {
-    let mut file = files::open(path)?;
-    let mut magic = [0; 4];
-    let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
-    Ok(named || (file.read_exact(&mut magic).is_ok() && magic == *b"GGUF"))
 }

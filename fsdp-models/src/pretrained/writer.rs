@@ -9,9 +9,10 @@ use fsdp::files::{AtomicFile, FileError, StoredDtype, TensorFileError, TensorFil
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 
-use super::error::PretrainedError;
 use super::index::INDEX;
 use super::weights::SINGLE;
+use crate::error::PretrainedError;
+use crate::generation::write_json;
 use crate::paths::check_model_dir;
 
 const CONFIG: &str = "config.json";
@@ -161,13 +162,6 @@ impl PretrainedWriter {
         }
         Ok(())
     }
-}
-
-pub(super) fn write_json(file: &mut AtomicFile, value: &Value) -> Result<(), FileError> {
-    let mut text = serde_json::to_vec_pretty(value).expect("a JSON value is JSON");
-    text.push(b'\n');
-    let path = file.target().to_path_buf();
-    file.write_all(&text).map_err(FileError::on("write", &path))
 }
 
 fn remove(path: &Path) -> Result<(), FileError> {

@@ -15,7 +15,7 @@ use tokenizers::tokenizer::SplitDelimiterBehavior;
 use super::guard::guarded;
 use super::tables::GGUF;
 use super::{Tokenizer, TokenizerError};
-use crate::pretrained::gguf::read_content;
+use crate::gguf::read_content;
 use crate::settings::Setting;
 
 /// How Llama 3 cuts text, from its `tokenizer.json`.

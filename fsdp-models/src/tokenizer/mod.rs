@@ -9,7 +9,7 @@ mod tables;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use fsdp::files::{self, AtomicFile, FileError, brief_to, said};
+use fsdp::files::{self, AtomicFile, FileError, brief_to};
 use serde_json::{Map, Value};
 
 use tokenizers::utils::padding::PaddingParams;
@@ -17,8 +17,11 @@ use tokenizers::utils::truncation::TruncationParams;
 
 use self::guard::guarded;
 use crate::config::MAX_CONFIG;
-use crate::pretrained::{PretrainedError, check_tokens, is_gguf, read_generation_config, token_ids};
-use crate::settings::{SettingsError, read_object};
+use crate::error::PretrainedError;
+pub use crate::error::TokenizerError;
+use crate::generation::{check_tokens, read_generation_config, token_ids};
+use crate::gguf::is_gguf;
+use crate::settings::read_object;
 
 /// Largest tokenizer, in bytes.
 const MAX_TOKENIZER: u64 = 1 << 29;
@@ -247,31 +250,4 @@ fn read_model_config(dir: &Path) -> crate::Result<Option<Map<String, Value>>> {
             Ok(Some(json))
         }
     }
-}
-
-/// Why a tokenizer cannot be had or used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum TokenizerError {
-    /// The file holds none, or one that cannot be built.
-    #[error("`{}` holds no usable tokenizer: {}", .path.display(), said(.reason))]
-    Invalid {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A setting that would cut text in another way.
-    #[error(transparent)]
-    Settings(#[from] SettingsError),
-    /// The tokenizer refused its input.
-    #[error("the tokenizer of `{}` failed to {action}: {}", .path.display(), said(.reason))]
-    Failed {
-        /// The file it came from.
-        path: PathBuf,
-        /// `encode`, `decode` or `save`.
-        action: &'static str,
-        /// Its own words.
-        reason: String,
-    },
 }

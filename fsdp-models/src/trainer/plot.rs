@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use plotters::{
     coord::{
@@ -13,6 +13,7 @@ use plotters::{
 };
 
 use super::metrics::StepMetrics;
+pub use crate::error::PlotError;
 use fsdp::files::{AtomicFile, FileError};
 
 const SIZE: (u32, u32) = (900, 640);
@@ -21,24 +22,6 @@ const NORM_COLOR: RGBColor = RGBColor(214, 86, 23);
 const FONT: &str = "sans-serif";
 
 type Panel<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-
-/// Why there is no chart.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum PlotError {
-    /// The file cannot be written.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// A kind of picture that is not drawn.
-    #[error("cannot draw into `{}`: it would be an SVG, so its name must end in .svg", .path.display())]
-    Ending {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The chart could not be drawn.
-    #[error("cannot draw the curves: {0}")]
-    Drawing(String),
-}
 
 /// What the library that draws says is wrong.
 struct Undrawn(String);

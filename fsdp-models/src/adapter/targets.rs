@@ -5,11 +5,7 @@ use std::str::FromStr;
 
 use fancy_regex::Regex;
 
-use super::LoraError;
-
-/// The projections of a block, which [`Targets::AllLinear`] adapts.
-pub const PROJECTIONS: [&str; 7] =
-    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+use crate::error::{LoraError, PROJECTIONS};
 
 /// The output projection, which is adapted only if it is named.
 pub const HEAD: &str = "lm_head";
@@ -34,7 +30,7 @@ impl Default for Targets {
 }
 
 /// The whole name of a projection.
-pub(super) fn module(block: usize, projection: &str) -> String {
+pub(crate) fn module(block: usize, projection: &str) -> String {
     let part = match projection {
         "gate_proj" | "up_proj" | "down_proj" => "mlp",
         _ => "self_attn",
@@ -44,7 +40,7 @@ pub(super) fn module(block: usize, projection: &str) -> String {
 
 impl Targets {
     /// Which of the modules of a model are meant.
-    pub(super) fn among(&self, modules: &[String]) -> Result<Vec<bool>, LoraError> {
+    pub(crate) fn among(&self, modules: &[String]) -> Result<Vec<bool>, LoraError> {
         match self {
             Targets::AllLinear => Ok(modules.iter().map(|module| module != HEAD).collect()),
             Targets::Named(names) => {

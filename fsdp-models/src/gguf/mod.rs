@@ -15,8 +15,8 @@ use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
 use fsdp::files::{FoundTensor, PositionedFile};
 use half::{bf16, f16};
 
-use super::error::PretrainedError;
-use crate::LlamaConfig;
+use crate::config::LlamaConfig;
+use crate::error::PretrainedError;
 use metadata::Metadata;
 use names::{Rotary, translate};
 
@@ -59,6 +59,14 @@ impl GgufTensor {
     fn bytes(&self, elements: usize) -> usize {
         elements / self.dtype.block_size() * self.dtype.type_size()
     }
+}
+
+/// Whether a file begins as a GGUF file does, or has the name of one.
+pub(crate) fn is_gguf(path: &Path) -> Result<bool, FileError> {
+    let mut file = files::open(path)?;
+    let mut magic = [0; 4];
+    let named = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+    Ok(named || (file.read_exact(&mut magic).is_ok() && magic == *b"GGUF"))
 }
 
 /// Reads the header of a GGUF file: its metadata and where its tensors are.

@@ -1,16 +1,28 @@
-//! The crate's error. It has one variant for each area, and each area has an enum of its own.
+//! The crate's error. It has one variant for each area, and each area has an enum of its own, which is public there.
+
+mod config;
+mod data;
+mod generate;
+mod lora;
+mod path;
+mod plot;
+mod pretrained;
+mod tokenizer;
+mod train;
 
 use fsdp::checkpoint::CheckpointError;
 use fsdp::files::{FileError, TensorFileError};
 
-use crate::config::ConfigError;
-use crate::data::DataError;
-use crate::generate::GenerateError;
-use crate::lora::LoraError;
-use crate::paths::PathError;
-use crate::pretrained::PretrainedError;
-use crate::tokenizer::TokenizerError;
-use crate::trainer::{TrainError, plot::PlotError};
+pub use self::config::ConfigError;
+pub use self::data::DataError;
+pub use self::generate::GenerateError;
+pub(crate) use self::lora::MAX_RANK;
+pub use self::lora::{LoraError, PROJECTIONS};
+pub use self::path::PathError;
+pub use self::plot::PlotError;
+pub use self::pretrained::PretrainedError;
+pub use self::tokenizer::TokenizerError;
+pub use self::train::TrainError;
 
 /// Result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -5,9 +5,8 @@ use std::path::Path;
 use fsdp::files::{AtomicFile, FileError};
 use serde_json::{Map, Value};
 
-use super::error::PretrainedError;
-use super::writer::write_json;
 use crate::config::MAX_CONFIG;
+use crate::error::PretrainedError;
 use crate::settings::{Kind, Known, Refusals, Table, read_object};
 
 const GENERATION_CONFIG: &str = "generation_config.json";
@@ -111,6 +110,13 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
     };
     TABLE.check(json.iter()).into_result(Some(&path))?;
     Ok(Some(json))
+}
+
+pub(crate) fn write_json(file: &mut AtomicFile, value: &Value) -> Result<(), FileError> {
+    let mut text = serde_json::to_vec_pretty(value).expect("a JSON value is JSON");
+    text.push(b'\n');
+    let path = file.target().to_path_buf();
+    file.write_all(&text).map_err(FileError::on("write", &path))
 }
 
 /// Writes the file into a directory.

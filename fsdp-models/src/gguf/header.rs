@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use candle_core::quantized::GgmlDType;
 use fsdp::files::{self, FileError};
 
-use super::super::error::PretrainedError;
+use crate::error::PretrainedError;
 
 /// Bytes of a key or of a tensor's name.
 const MAX_NAME: u64 = 1 << 16;

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file::Value;
 
-use super::super::error::PretrainedError;
-use crate::LlamaConfig;
+use crate::config::LlamaConfig;
+use crate::error::PretrainedError;
 use crate::settings::{Kind, Known, Plain, Setting, Table};
 
 /// How the names begin that the format gives a meaning to.
