@@ -1,5 +1,6 @@
 //! `generation_config.json`: settings of completions, by the author of a model. Only the tokens that end a text are read.
 
+use std::io::Write;
 use std::path::Path;
 
 use fsdp::files::{AtomicFile, FileError};

@@ -11,10 +11,9 @@ use serde_json::{Map, Value};
 
 use crate::adapter::adapter_of;
 use crate::config::LlamaConfig;
+use crate::generation::{read_generation_config, write_generation_config};
 use crate::paths::Paths;
-use crate::pretrained::{
-    PretrainedWriter, StoredTensor, params_of, read_generation_config, set_dtype, write_generation_config,
-};
+use crate::pretrained::{PretrainedWriter, StoredTensor, params_of, set_dtype};
 
 /// Elements copied at a time.
 const CHUNK: usize = 1 << 22;

@@ -10,7 +10,6 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 
-pub use cursor::DataCursor;
 pub use permutation::Permutation;
 pub use text::{TextDataset, TextOptions};
 pub use tokens::TokenFile;

@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use super::cursor::{DataCursor, Fingerprint};
+use super::DataCursor;
+use super::cursor::Fingerprint;
 use super::{Batch, Batches, DataError, Part};
 use fsdp::files::{StoredDtype, TensorFile};
 

@@ -5,14 +5,14 @@ mod metadata;
 mod names;
 
 use std::collections::BTreeMap;
-use std::io::Cursor;
+use std::io::{Cursor, Read};
 use std::ops::Range;
 use std::path::Path;
 
 use candle_core::Device;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
-use fsdp::files::{FoundTensor, PositionedFile};
+use fsdp::files::{self, FileError, FoundTensor, PositionedFile};
 use half::{bf16, f16};
 
 use crate::config::LlamaConfig;

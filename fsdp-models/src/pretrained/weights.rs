@@ -1,9 +1,8 @@
 //! Named tensors of a pretrained model, in files of any format.
 
-use std::io::Read;
 use std::path::Path;
 
-use fsdp::files::{self, FileError, FoundTensor, TensorFile, TensorFileError};
+use fsdp::files::{FoundTensor, TensorFile, TensorFileError};
 
 use super::index::{INDEX, ShardedTensorFiles};
 use crate::error::PretrainedError;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use fsdp::files::{AtomicFile, FileError, StoredDtype, TensorFileError, TensorFileWriter};
