@@ -83,7 +83,7 @@ impl AttentionShape {
         self.kv_heads * self.dim
     }
 
-    fn scale(self) -> f32 {
+    pub fn scale(self) -> f32 {
         (1.0 / (self.dim as f64).sqrt()) as f32
     }
 

@@ -67,7 +67,7 @@ pub(super) enum Turn {
 }
 
 impl Turn {
-    fn sign(self) -> f32 {
+    pub fn sign(self) -> f32 {
         match self {
             Turn::Forward => 1.0,
             Turn::Back => -1.0,
