@@ -175,6 +175,76 @@ fn masks_differ_by_sample_call_step_rank_and_seed_and_have_the_rate() {
     assert!(run(1, 0.0).iter().flatten().all(|value| *value == 1.0));
 }
 
+/// Keeps the key of each random stream that it draws from, three in a forward.
+#[derive(FsdpUnit)]
+struct Draws {
+    w: Param,
+    #[fsdp(skip)]
+    keys: Mutex<Vec<u64>>,
+}
+
+impl Draws {
+    fn new() -> Draws {
+        Draws { w: Param::new(2).with_init(Init::Ones), keys: Mutex::default() }
+    }
+
+    fn keys(&self) -> Vec<u64> {
+        self.keys.lock().unwrap().clone()
+    }
+}
+
+impl Forward for Draws {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        self.keys.lock().unwrap().extend((0..3).map(|_| scope.random_stream().key()));
+        x.broadcast_mul(&self.w.tensor(scope)?)
+    }
+}
+
+#[derive(FsdpUnit)]
+struct AllDraw {
+    own: Draws,
+    units: [Unit<Draws>; 2],
+}
+
+impl Forward for AllDraw {
+    fn forward(&self, x: &Tensor, _: &(), scope: &Scope<'_>) -> Result<Tensor> {
+        let mut x = self.own.forward(x, &(), scope)?;
+        for unit in &self.units {
+            x = unit.forward(&x, &(), scope)?;
+        }
+        x.sum_all()
+    }
+}
+
+#[test]
+fn every_draw_of_every_unit_in_every_step_has_a_stream_of_its_own_that_recomputation_finds_again() {
+    let run = |recompute| {
+        on_ranks(2, |world| {
+            let model =
+                AllDraw { own: Draws::new(), units: [Unit::new(Draws::new()), Unit::new(Draws::new())] };
+            let config = FsdpConfig { recompute, ..config(Strategy::default()) };
+            let mut model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+            let mut optimizer = model.optimizer(Sgd::default().lr(0.0))?;
+            for _ in 0..2 {
+                let loss: Tensor = model.forward(&Tensor::ones((1, 2), DType::F32, &Device::Cpu)?)?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            let AllDraw { own, units: [first, second] } = model.module();
+            Ok([own.keys(), first.keys(), second.keys()])
+        })
+    };
+    let plain = run(Recompute::None);
+    assert_eq!(plain[0], plain[1], "the ranks");
+    let mut all = plain[0].concat();
+    all.sort_unstable();
+    all.dedup();
+    assert_eq!(all.len(), 3 * 2 * 3, "three modules, two steps, three draws: {:x?}", plain[0]);
+    let again = |keys: &[u64]| [&keys[..3], &keys[..3], &keys[3..], &keys[3..]].concat();
+    let [own, first, second] = &plain[0];
+    assert_eq!(run(Recompute::Unit)[0], [own.clone(), again(first), again(second)]);
+}
+
 #[test]
 fn what_cannot_be_dropped_is_refused() {
     on_ranks(1, |world| {
