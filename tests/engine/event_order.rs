@@ -432,3 +432,32 @@ fn a_gather_asked_for_by_hand_comes_first_and_once() {
         check_gradients(&model, &way)
     });
 }
+
+#[test]
+fn a_pass_that_has_left_the_learnt_order_gathers_no_more_ahead() {
+    let ways = [&[0, 1, 2, 3][..], &[0, 1, 2, 3], &[0, 2, 1]].map(in_order);
+    let steps = traced(&[1; 4], plain(Strategy::default()), (1, 1), &ways);
+    // L2 comes where L1 was foretold: L3, which was to come third, is not gathered under it or under L1.
+    assert_eq!(
+        steps[2].0,
+        lines("unshard, unshard L0, unshard L1, forward L0, unshard L2, forward L2, forward L1")
+    );
+}
+
+#[test]
+fn an_evaluation_gathers_again_what_the_one_before_gathered_in_vain() {
+    on_ranks(2, |world| {
+        let config = FsdpConfig { trace: true, ..plain(Strategy::OptimGradsParams) };
+        let model = Layers::new(&[3; 3]).fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        for order in [&[0, 1, 2][..], &[0, 1, 2], &[0], &[0, 1, 2]] {
+            model.clear_trace();
+            let _: Tensor = model.evaluate_with(&full(1, 1.0), &in_order(order))?;
+            let events = events(model.trace());
+            for layer in order {
+                let gathers = events.iter().filter(|event| **event == format!("unshard L{layer}")).count();
+                assert_eq!(gathers, 1, "layer {layer} of {order:?}: {events:?}");
+            }
+        }
+        Ok(())
+    });
+}

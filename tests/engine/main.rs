@@ -50,6 +50,7 @@ mod resharding_by_hand;
 mod root_buckets;
 mod scaling;
 mod shaken;
+mod sinks;
 mod sixteen_bit_training;
 mod step_in_backward;
 mod tied;

@@ -198,6 +198,8 @@ fn a_pass_that_leaves_the_learnt_order_gathers_one_unit_in_vain_at_most() {
     assert_eq!(gathered(&[0, 1, 2, 3, 4]), 5);
     // Unit 1 was on its way when 3 came.
     assert_eq!(gathered(&[0, 3]), 3);
+    // It is used later, and nothing is foretold by then.
+    assert_eq!(gathered(&[0, 2, 1]), 3);
 }
 
 #[test]

@@ -79,6 +79,21 @@ fn after_evaluation_nothing_is_gathered() {
     });
 }
 
+#[test]
+fn what_an_evaluation_gathered_ahead_in_vain_is_given_up() {
+    on_ranks(2, |world| {
+        let model = Dots { units: (0..3).map(|_| Dot::zeros(1000)).collect() };
+        let config = FsdpConfig { double_buffer: false, ..config(Strategy::OptimGradsParams) };
+        let model = model.fully_shard_with(&world.data_parallel_mesh(), &config)?;
+        for used in [3, 3, 1, 2] {
+            let _: Tensor = model.evaluate(&vec![full(1000, 1.0); used])?;
+            assert_eq!(model.gathered_units(), Vec::<String>::new(), "{used} units");
+            assert_eq!(model.memory(2)[4].usage.current, 0, "gathered bytes, {used} units");
+        }
+        Ok(())
+    });
+}
+
 /// A unit inside a unit.
 #[derive(FsdpUnit)]
 struct Outer {
