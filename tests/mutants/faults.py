@@ -47,7 +47,7 @@ def without(name, file, old, after=""):
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 
-tried_first("accumulation", "grad_accumulation", "mixed_precision", "sixteen_bit_training", "hsdp", "scaling", "frozen_and_unused", "fused")
+tried_first("accumulation", "grad_accumulation", "mixed_precision", "sixteen_bit_training", "hsdp", "scaling", "frozen_and_unused", "sinks")
 REDUCE = "comm/local/reduce.rs"
 text("the last rank is left out of sums", REDUCE,
      "in sources.iter().enumerate()",

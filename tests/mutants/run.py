@@ -6,7 +6,11 @@
 All faults are built into one copy of the repository (`target/mutants/source`), each behind a question of the environment
 variable `FSDP_FAULT`, so there is one build; without the variable the tests must pass. A fault is found if at least two tests of
 the short suite fail or the suite ends early. Prints a line for each fault and fails if one is not found. `--list` prints the names,
-`--check` only sees that each fault has its place, `--plant` only makes the copy. A `FILTER` is a part of a name or of a file.
+`--check` only sees that each fault has its place and that the tests of `found.json` exist, `--plant` only makes the copy. A `FILTER`
+is a part of a name or of a file.
+
+`found.json` names for each fault the tests that found it when it was last run. They are tried first, and where two of them still
+fail no others are run. It is written anew after each fault: a new fault needs no entry.
 """
 
 import json
@@ -25,7 +29,7 @@ COPY = ROOT / "target/mutants/source"
 # Of its own: cargo takes what is built from the copy for the repository's.
 BUILT = ROOT / "target/mutants/built"
 # The tests that have found each fault, which are tried first the next time.
-FOUND = ROOT / "target/mutants/found.json"
+FOUND = ROOT / "tests/mutants/found.json"
 # Where faults are planted.
 CRATES = ["fsdp-layout", "fsdp-comm", "fsdp-runtime"]
 # The short suite, the binaries that find most first.
@@ -34,6 +38,8 @@ TESTS = ["engine", "checkpoint", "layout_properties", "row_alignment_against_meg
 ENVIRONMENT = {"FSDP_TIMEOUT_SECS": "10", "RUST_BACKTRACE": "0", "CANDLE_NUM_THREADS": "1"}
 LIMIT = 300
 WANTED = 2
+# Not run: it reads the sources, with the faults in them.
+SKIPPED = ["--skip", "module_graph::"]
 # Of a program that shows a fault by ending early or late.
 BAD_END = "it does not end well"
 
@@ -92,6 +98,19 @@ def sources():
     return texts
 
 
+def check_found():
+    """Sees that `found.json` is of the faults and tests that there are."""
+    listed = subprocess.run(["git", "ls-files", "*.rs"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()
+    tests = {name for path in listed if "tests/" in path for name in re.findall(r"fn (\w+)\(", (ROOT / path).read_text())}
+    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    names = [fault.name for fault in FAULTS]
+    wrong = [f"there is no fault `{name}`" for name in found if name not in names]
+    gone = [(name, test) for name in found for test in found[name] if test.split("::")[-1] not in tests]
+    wrong += [f"there is no test {test}, which found `{name}`" for name, test in gone]
+    if wrong:
+        sys.exit("\n".join([*wrong, "tests/mutants/found.json has to follow: `python3 tests/mutants/run.py FAULT` renews it"]))
+
+
 def copy():
     """Brings the copy up to date, files that are the same untouched, so that cargo builds only what has changed."""
     texts = sources()
@@ -105,6 +124,14 @@ def copy():
             shutil.copymode(ROOT / name, target)
 
 
+def copy_built(source, target):
+    """Copies what cargo has built. Compilers and linkers replace libraries and programs whole, so links to them do."""
+    if Path(source).parent.name == "deps" and not source.endswith(".d"):
+        os.link(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
 def build():
     """The test programs by name, each with the folder that it runs in."""
     selected = [argument for test in TESTS for argument in ("--test", test)]
@@ -112,7 +139,7 @@ def build():
     if not BUILT.exists() and (ROOT / "target/debug").exists():
         BUILT.mkdir(parents=True)
         kept = shutil.ignore_patterns("incremental", "examples")
-        shutil.copytree(ROOT / "target/debug", BUILT / "debug", symlinks=True, ignore=kept)
+        shutil.copytree(ROOT / "target/debug", BUILT / "debug", symlinks=True, ignore=kept, copy_function=copy_built)
     built = subprocess.run([*command, "--target-dir", str(BUILT), *selected], cwd=COPY, capture_output=True, text=True)
     if built.returncode:
         sys.exit(f"the planted faults do not compile:\n{built.stderr}")
@@ -131,8 +158,9 @@ def failures(program, folder, fault, filters=()):
     environment.pop("FSDP_FAULT", None)
     if fault:
         environment["FSDP_FAULT"] = fault
+    command = [program, *filters, *SKIPPED]
     try:
-        run = subprocess.run([program, *filters], cwd=folder, env=environment, capture_output=True, text=True, errors="replace", timeout=LIMIT)
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", timeout=LIMIT)
     except subprocess.TimeoutExpired as expired:
         output = (expired.stdout or b"").decode(errors="replace")
         return re.findall(r"^test (\S+) \.\.\. FAILED", output, re.M) + [f"({BAD_END}: {LIMIT} s)"]
@@ -186,7 +214,8 @@ class Search:
             if len(failed) >= WANTED or BAD_END in "".join(failed):
                 break
         self.found[fault.name] = [name for name in failed if "(" not in name][: 2 * WANTED]
-        FOUND.write_text(json.dumps(self.found, indent=1))
+        in_order = {fault.name: self.found[fault.name] for fault in FAULTS if fault.name in self.found}
+        FOUND.write_text(json.dumps(in_order, indent=2) + "\n")
         return failed
 
 
@@ -199,6 +228,7 @@ def main():
         return
     if "--check" in sys.argv:
         sources()
+        check_found()
         return
     begun = time.monotonic()
     copy()
