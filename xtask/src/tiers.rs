@@ -10,7 +10,12 @@ pub const CI_MINUTES: f64 = 45.0;
 /// What CI runs, in this order.
 pub fn ci() -> Vec<Tier> {
     let mut tiers = vec![
-        Tier { name: "format", what: "rustfmt; the places and the tests of the planted faults", minutes: 0.1, run: format },
+        Tier {
+            name: "format",
+            what: "rustfmt; the places and the tests of the planted faults",
+            minutes: 0.1,
+            run: format,
+        },
         Tier { name: "tests", what: "the README's test command", minutes: 22.0, run: tests },
         Tier { name: "lints", what: "clippy, warnings being errors", minutes: 2.5, run: lints },
         Tier { name: "docs", what: "rustdoc, warnings being errors", minutes: 1.0, run: docs },
