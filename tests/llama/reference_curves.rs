@@ -87,16 +87,16 @@ fn assert_as_reference(way: Way, tied: bool, steps: usize) {
     }
 }
 
-/// Every way for a few steps, one to the end: ZeRO-3 without microbatches. That the ways stay equal is
-/// [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1` every way goes to the end here too.
+/// Every way through its first update, one to the end: ZeRO-3 without microbatches, on two ranks. That the ways stay equal
+/// is [`bit_equality`](crate::bit_equality)'s matter; with `FSDP_FULL_CURVES=1` every way goes to the end here too.
 ///
 /// The reference's batch has 8 sequences: 4 ranks can cut theirs in 2 parts at most.
 fn assert_all_as_reference(ranks: usize, tied: bool) {
     for microbatches in [1, 4.min(8 / ranks)] {
         for way in Way::all(ranks, microbatches) {
             let plain = microbatches == 1 && way.recompute == Recompute::None;
-            let to_the_end = all_to_the_end() || plain && way.strategy == Strategy::default();
-            assert_as_reference(way, tied, if to_the_end { 50 } else { 4 });
+            let one = plain && way.strategy == Strategy::default() && ranks == 2;
+            assert_as_reference(way, tied, if one || all_to_the_end() { 50 } else { 2 });
         }
     }
 }
@@ -134,10 +134,11 @@ fn four_ranks_tied() {
 #[test]
 fn bf16_parameters_with_f32_reduction() {
     let theirs = curve("fsdp2_w2_bf16");
-    for strategy in [Strategy::NoShard, Strategy::OptimGradsParams] {
+    for (strategy, steps) in [(Strategy::NoShard, 10), (Strategy::OptimGradsParams, 50)] {
         let fsdp = FsdpConfig { strategy, precision: MixedPrecision::BF16, ..FsdpConfig::default() };
-        let Run { losses, .. } = run_reference(2, &TrainOptions { fsdp, ..options(false) });
+        let steps = if all_to_the_end() { 50 } else { steps };
+        let Run { losses, .. } = run_reference(2, &TrainOptions { fsdp, steps, ..options(false) });
         assert_close(&losses[0], &theirs.losses[0], absolute(1e-3), format!("{strategy}: the first loss"));
-        assert_close(&losses, &theirs.losses, absolute(1e-2), format!("{strategy}: losses"));
+        assert_close(&losses[..], &theirs.losses[..steps], absolute(1e-2), format!("{strategy}: losses"));
     }
 }

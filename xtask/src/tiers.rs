@@ -55,7 +55,7 @@ pub fn ci() -> Vec<Tier> {
 }
 
 /// The deep tiers that CI runs too.
-const IN_CI: &[&str] = &["curves", "combinations", "schedules"];
+const IN_CI: &[&str] = &["messages", "curves", "combinations", "wholes", "schedules"];
 
 /// What takes too long for every change.
 pub fn deep() -> Vec<Tier> {
@@ -73,6 +73,18 @@ pub fn deep() -> Vec<Tier> {
             run: || {
                 times::test_in(&["--workspace", "--test", "combinations"], &[("FSDP_COMBINATIONS", "450")])
             },
+        },
+        Tier {
+            name: "messages",
+            what: "all programs that must not compile, of which the short suite has a fourth",
+            minutes: 1.5,
+            run: || times::test_in(&["--workspace", "--test", "ui"], &[("FSDP_ALL_PROGRAMS", "1")]),
+        },
+        Tier {
+            name: "wholes",
+            what: "damaged checkpoints and schedules of the fake driver, of which the short suite runs a part",
+            minutes: 2.5,
+            run: wholes,
         },
         Tier {
             name: "schedules",
@@ -140,6 +152,12 @@ pub fn public_api(arguments: &[&str]) -> Result<(), String> {
 
 fn model(factor: &str) -> Result<(), String> {
     times::test_in(&["--workspace", "--test", "schedules"], &[("FSDP_MODEL_FACTOR", factor)])
+}
+
+fn wholes() -> Result<(), String> {
+    let arguments =
+        ["--workspace", "--test", "hostile_checkpoints", "--test", "pipelines", "--test", "communicator"];
+    times::test_in(&arguments, &[("FSDP_HOSTILE_FACTOR", "1"), ("FSDP_MODEL_FACTOR", "1")])
 }
 
 fn hostile() -> Result<(), String> {

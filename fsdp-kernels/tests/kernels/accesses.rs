@@ -3,7 +3,7 @@
 use fsdp_kernels::host::{self, HostError};
 use fsdp_kernels::{Access, FAMILIES, Kernel};
 
-use crate::catalogue::cases;
+use crate::catalogue::{Case, cases};
 
 #[test]
 fn the_catalogue_has_every_kernel() {
@@ -26,9 +26,9 @@ fn structs_have_the_sizes_of_the_text() {
 /// Each buffer in turn: packs may be used only where all addresses allow.
 #[test]
 fn any_buffer_may_be_misaligned() {
-    let most = cases(None).iter().map(|case| case.accesses().len()).max();
+    let most = cases(None).iter().map(Case::buffers).max();
     for index in 0..most.expect("there are cases") {
-        for case in cases(Some(index)) {
+        for case in cases(Some(index)).iter().filter(|case| index < case.buffers()) {
             assert_eq!(case.run(&case.accesses()), Ok(()), "buffer {index}");
         }
     }

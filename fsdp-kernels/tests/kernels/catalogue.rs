@@ -14,7 +14,7 @@ pub struct Case {
     pub kernel: Kernel,
     args: Vec<u8>,
     launch: Launch,
-    _buffers: Vec<Buffer>,
+    buffers: Vec<Buffer>,
 }
 
 impl Case {
@@ -26,8 +26,13 @@ impl Case {
             args: bytes.to_vec(),
             // One block does everything, in as many turns as there are.
             launch: args.launch(1).expect("there is work"),
-            _buffers: buffers,
+            buffers,
         }
+    }
+
+    /// How many buffers it has.
+    pub fn buffers(&self) -> usize {
+        self.buffers.len()
     }
 
     fn bytes(&self) -> *const c_void {

@@ -18,3 +18,15 @@ pub fn session(schedule: Schedule) -> Session {
     });
     session
 }
+
+/// Of so many runs a short suite has a third, and others `FSDP_MODEL_FACTOR` times as many.
+pub fn share(runs: u64) -> u64 {
+    std::env::var("FSDP_MODEL_FACTOR").map_or(runs.div_ceil(3), |factor| {
+        runs * factor.parse::<u64>().expect("FSDP_MODEL_FACTOR is a number")
+    })
+}
+
+/// The latest, the earliest, and a [share] of so many drawn schedules.
+pub fn schedules(drawn: u64) -> impl Iterator<Item = Schedule> {
+    Schedule::all(share(drawn))
+}

@@ -6,6 +6,7 @@ use fake_cuda::{Schedule, Session};
 use fsdp_runtime::comm::{Communicator, DeviceMesh, Gather};
 use fsdp_runtime::mesh::MeshDim;
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_fake_cuda::schedules;
 
 use super::failures::{SOON, all_reduce, expect_memory_only};
 use super::world::{Outcome, Rank, launch_by_tcp, tag};
@@ -14,7 +15,7 @@ const LATE: Duration = Duration::from_secs(60);
 
 #[test]
 fn groups_are_the_dims_of_a_mesh() {
-    for schedule in Schedule::all(2) {
+    for schedule in schedules(2) {
         let _session = Session::new(schedule);
         let gathered = launch_by_tcp(4, LATE, |rank| {
             let mesh = DeviceMesh::new(&[("dp_outer", 2), ("dp_shard", 2)], rank.join()?)?;

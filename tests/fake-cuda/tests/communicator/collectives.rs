@@ -10,6 +10,7 @@ use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::memory::{Account, Category};
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_fake_cuda::schedules;
 use fsdp_test_support::{Within, assert_close, relative};
 use half::{bf16, f16};
 
@@ -30,7 +31,7 @@ fn everywhere<T: Send>(body: impl Fn(&Rank) -> Outcome<T> + Sync, check: impl Fn
             .filter(|&ranks| ranks <= devices)
             .for_each(|ranks| check(ranks, run(ranks, &body)));
     }
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         for ranks in RANKS {
             let _session = Session::new(schedule);
             check(ranks, run(ranks, &body));
@@ -247,7 +248,7 @@ fn an_all_to_all_transposes_chunks_and_ranks() {
         }
     };
     everywhere(|rank| exchange(rank, &*rank.join()?), check);
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         for ranks in RANKS {
             let _session = Session::new(schedule);
             check(ranks, run_on_one_device(ranks, |rank| exchange(rank, &**rank.world.communicator())));
@@ -258,7 +259,7 @@ fn an_all_to_all_transposes_chunks_and_ranks() {
 /// What a collective reads is freed, and what it writes is read, as soon as the host has called it.
 #[test]
 fn memory_stays_until_the_collective_is_done_with_it() {
-    for schedule in Schedule::all(10) {
+    for schedule in schedules(10) {
         let session = Session::new(schedule);
         run(3, |rank| {
             let comm = rank.join()?;
@@ -282,7 +283,7 @@ fn memory_stays_until_the_collective_is_done_with_it() {
 /// Two streams take turns on one communicator, whose scratch memory they share.
 #[test]
 fn scratch_memory_is_used_by_one_stream_at_a_time() {
-    for schedule in Schedule::all(10) {
+    for schedule in schedules(10) {
         let _session = Session::new(schedule);
         let sums = run(2, |rank| {
             let comm = rank.join()?;
@@ -340,7 +341,7 @@ fn scratch_memory_is_counted_where_it_is_wanted() {
 /// One rank calls far ahead of its device; the others look at each result.
 #[test]
 fn calls_are_in_step_and_devices_need_not_be() {
-    for schedule in Schedule::all(10) {
+    for schedule in schedules(10) {
         let _session = Session::new(schedule);
         let results = run(2, |rank| {
             let comm = rank.join()?;
@@ -423,7 +424,7 @@ fn sums_in_rank_order_have_the_bits_of_ranks_that_are_threads() {
         let slices = parts.into_iter().map(|part| part.recv).chain(data.into_iter().map(|(data, _)| data));
         download(rank, &slices.collect::<Vec<_>>())
     };
-    for schedule in Schedule::all(2) {
+    for schedule in schedules(2) {
         for ranks in RANKS {
             let session = Session::new(schedule);
             let by_nccl = run(ranks, |rank| reduce(rank, &*rank.join_with(Sums::InRankOrder)?));

@@ -8,6 +8,7 @@ use fsdp_runtime::comm::{CommError, Communicator, Exchange, Gather};
 use fsdp_runtime::device::{Slice, Stream};
 use fsdp_runtime::launch::LaunchError;
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_fake_cuda::schedules;
 use parking_lot::Mutex;
 
 use super::world::{Outcome, Rank, launch, run, tag};
@@ -64,7 +65,7 @@ pub fn expect_memory_only(session: &Session) {
 
 #[test]
 fn a_rank_that_fails_or_panics_ends_the_others_waits_for_the_device() {
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         for panics in [false, true] {
             let session = Session::new(schedule);
             let how = if panics { "rank 1 panicked: boom" } else { "rank 1 failed: boom" };
@@ -103,7 +104,7 @@ fn a_rank_that_returns_early_is_named() {
 /// The rank neither calls nor fails until the others have given up.
 #[test]
 fn a_rank_that_is_late_is_named() {
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         let session = Session::new(schedule);
         let (ended, others_end) = mpsc::channel();
         let (ended, others_end) = (Mutex::new(ended), Mutex::new(others_end));
@@ -176,7 +177,7 @@ fn a_device_that_does_not_come_to_the_collective_is_named() {
 /// NCCL loses a rank: it says so, or nobody does.
 #[test]
 fn a_rank_that_nccl_loses_ends_all() {
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         for reported in [true, false] {
             let session = Session::new(schedule);
             session.lose_device(1, 2, reported);
@@ -344,7 +345,7 @@ fn what_does_not_fit_is_refused_and_nothing_is_sent() {
 /// Nothing is left behind by ranks that have failed: the session would say so.
 #[test]
 fn a_session_after_a_failure_is_a_new_one() {
-    for schedule in Schedule::all(3) {
+    for schedule in schedules(3) {
         let session = Session::new(schedule);
         session.fail_allocation(20);
         let error = launch(2, Duration::from_secs(60), |rank| {

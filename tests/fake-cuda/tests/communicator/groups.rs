@@ -8,6 +8,7 @@ use fsdp_runtime::device::Stream;
 use fsdp_runtime::device::cuda::Priority;
 use fsdp_runtime::mesh::MeshDim;
 use fsdp_runtime::spec::Dtype;
+use fsdp_test_fake_cuda::schedules;
 
 use super::world::{Outcome, Rank, run, tag, values};
 
@@ -21,7 +22,7 @@ fn sum_of_ranks(rank: &Rank, comm: &dyn Communicator) -> Outcome<f32> {
 /// The rows and columns of a mesh of 2 x 3.
 #[test]
 fn groups_are_the_dims_of_a_mesh() {
-    for schedule in Schedule::all(5) {
+    for schedule in schedules(5) {
         let _session = Session::new(schedule);
         let sums = run(6, |rank| {
             let mesh = DeviceMesh::new(&[("dp_outer", 2), ("dp_shard", 3)], rank.join()?)?;
@@ -63,7 +64,7 @@ fn ranks_of(ranks: &[usize]) -> Vec<u8> {
 /// Two duplicates on two streams whose device is as late as can be.
 #[test]
 fn duplicates_run_beside_each_other() {
-    for schedule in Schedule::all(10) {
+    for schedule in schedules(10) {
         let _session = Session::new(schedule);
         let sums = run(3, |rank| {
             let comm = rank.join()?;
@@ -123,7 +124,7 @@ fn a_group_that_cannot_be_is_refused() {
 /// A communicator may go before the device has come to what was enqueued on it.
 #[test]
 fn communicators_end_after_their_collectives() {
-    for schedule in Schedule::all(10) {
+    for schedule in schedules(10) {
         let _session = Session::new(schedule);
         let sums = run(4, |rank| {
             let data = rank.upload(Dtype::F32, &[rank.rank() as f32])?;

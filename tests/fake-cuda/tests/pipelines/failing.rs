@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use fake_cuda::{Finding, Kind, Schedule, Session};
 use fsdp_runtime::launch::LaunchError;
+use fsdp_test_fake_cuda::schedules;
 
 use crate::place::Shared;
 use crate::rank::Fuse;
@@ -52,7 +53,7 @@ fn assert_say(words: &[String], expected: &[&str]) {
 #[test]
 fn a_rank_that_panics_in_a_forward_ends_the_others_at_the_next_gather() {
     for joined in [Joined::OneDevice, Joined::Nccl] {
-        for schedule in Schedule::all(2) {
+        for schedule in schedules(2) {
             let words = words(joined, schedule, Duration::from_secs(60), |_| panic!("boom"));
             assert!(words[1].contains("boom"), "{}", words[1]);
             assert_say(&words, &["rank 1 panicked: boom"]);
@@ -63,7 +64,7 @@ fn a_rank_that_panics_in_a_forward_ends_the_others_at_the_next_gather() {
 /// The rank neither calls nor fails until the others have given up.
 #[test]
 fn a_rank_that_is_late_for_a_gather_is_named_with_unit_phase_and_step() {
-    for schedule in Schedule::all(2) {
+    for schedule in schedules(2) {
         let words = words(Joined::Nccl, schedule, Duration::from_secs(1), |place| {
             loop {
                 match place.device().check() {

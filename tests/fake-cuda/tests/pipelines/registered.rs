@@ -1,19 +1,20 @@
 //! Pools whose buffers are registered with the communicators that use them.
 
 use fake_cuda::{Schedule, Session};
+use fsdp_test_fake_cuda::{schedules, share};
 
 use crate::comm::Registration;
 use crate::setting::Setting;
 use crate::spec::{OuterStrategy, Strategy};
-use crate::{Joined, Run, factor, place, plain, schedules, setting};
+use crate::{Joined, Run, drawn, place, plain, setting};
 
 const HOW: [Registration; 2] = [Registration::Buffer, Registration::Window];
 
 #[test]
 fn ranks_whose_pools_are_registered_train() {
     for (inner, outer, runs) in [(1, 1, 4), (2, 1, 20), (2, 2, 10), (4, 1, 10)] {
-        for seed in 0..runs * factor() {
-            let session = Session::new(schedules(seed));
+        for seed in 0..share(runs) {
+            let session = Session::new(drawn(seed));
             place::register(&session);
             let setting = Setting { double_buffer: true, ..setting(inner, outer, seed) };
             let how = HOW[seed as usize / 3 % 2];
@@ -31,7 +32,7 @@ fn ranks_whose_pools_are_registered_train() {
 /// Among them those of neighbours who gather what they have kept.
 #[test]
 fn every_collective_of_a_pool_has_registered_memory() {
-    for schedule in Schedule::all(2) {
+    for schedule in schedules(2) {
         for how in HOW {
             let session = Session::new(schedule);
             place::register(&session);

@@ -1,6 +1,7 @@
 //! The 16-bit weights that units compute with are those of the last step, gathered once where they are kept whole.
 
-use fake_cuda::{Schedule, Session};
+use fake_cuda::Session;
+use fsdp_test_fake_cuda::schedules;
 
 use crate::schedule::Sync;
 use crate::setting::Setting;
@@ -12,7 +13,7 @@ use crate::{Joined, Run, place, plain};
 fn weights_are_those_of_the_last_step_in_every_microbatch() {
     for strategy in [Strategy::Optim, Strategy::OptimGrads, Strategy::OptimGradsParams] {
         for joined in [Joined::OneDevice, Joined::Nccl] {
-            for schedule in Schedule::all(3) {
+            for schedule in schedules(3) {
                 let session = Session::new(schedule);
                 place::register(&session);
                 session.start_log();
