@@ -1,6 +1,6 @@
 //! All-gather and reduce-scatter of 16 MiB between two ranks, beside what two threads copy in the same time.
 //!
-//! `cargo bench --bench collectives`. Rates are 16 MiB, the whole buffer, per time of one call; the memory
+//! `cargo bench --bench collectives`: ranks that are threads. Under `fsdp launch -n 2 --` the program's ranks are processes. Rates are 16 MiB, the whole buffer, per time of one call; the memory
 //! copies are 16 MiB by each of two threads at once, between the same barriers. The three take turns, so that
 //! a change of the machine's load meets all of them. Both cores must be free: a rank that waits for its peer
 //! gives its core away. Timed by hand: criterion measures one case after the other, in one thread.
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use fsdp_runtime::comm::{Accumulate, CommError, Communicator, Gather, HostOp, Phase, Reduce, Tag};
 use fsdp_runtime::device::cpu::ComputeStream;
 use fsdp_runtime::device::{Slice, Stream};
-use fsdp_runtime::launch::{self, World};
+use fsdp_runtime::launch::{self, Launcher, World};
 use fsdp_runtime::spec::Dtype;
 
 const RANKS: usize = 2;
@@ -62,7 +62,7 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
     let scatter = |part: &Reduce| comm.reduce_scatter(&*stream, tag(), vec![part.clone()]);
     let mut cases: Vec<(&'static str, Case<'_>)> = vec![
         (
-            "memcpy by each of 2 threads",
+            "memcpy by each of 2 ranks",
             Box::new(|| {
                 target.copy_from_slice(black_box(&source));
                 black_box(&target);
@@ -93,12 +93,19 @@ fn rank_main(world: World) -> Result<Vec<Times>, CommError> {
 }
 
 fn main() -> Result<(), launch::LaunchError> {
-    let ranks = launch::local(RANKS, rank_main)?;
-    let memcpy = ranks[0][0].1;
+    let ranks = Launcher::new().ranks(RANKS).launch(|world| match (world.rank(), world.size()) {
+        (0, RANKS) => rank_main(world).map(Some),
+        (_, RANKS) => rank_main(world).map(|_| None),
+        (rank, size) => {
+            Err(CommError::Invalid { rank, message: format!("this measures {RANKS} ranks, not {size}") })
+        }
+    })?;
+    let Some(times) = &ranks[0] else { return Ok(()) };
+    let memcpy = times[0].1;
     println!("{:<36}{:>27}{:>27}", "16 MiB, 2 ranks", "best", "median");
     let columns = format!("{:>11}{:>8}{:>8}", "ms", "GB/s", "memcpy");
     println!("{:<36}{columns}{columns}", "");
-    for (name, times) in &ranks[0] {
+    for (name, times) in times {
         print!("{name:<36}");
         for (time, memcpy) in times.iter().zip(&memcpy) {
             let seconds = time.as_secs_f64();

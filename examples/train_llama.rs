@@ -1,4 +1,4 @@
-//! Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
+//! Trains a Llama-architecture model, fully sharded over ranks: threads of this process, or processes (`fsdp launch -n 4 -- train_llama ..`).
 //!
 //! `cargo run --release --example train_llama` trains a small one on this repository's own sources and docs
 //! for about a minute; `--help` tells what else it can do.
@@ -10,6 +10,7 @@ use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Parser, ValueEnum};
+use fsdp::comm::tcp::Place;
 use fsdp::files::{AtomicFile, StoredDtype, TensorFile, TensorFileWriter};
 use fsdp::launch::{LaunchError, Launcher};
 use fsdp::prelude::*;
@@ -29,7 +30,7 @@ use fsdp_models::{Llama, LlamaConfig, Tokenizer, ops};
 const DEFAULT_BATCH: usize = 16;
 const DEFAULT_SEQ: usize = 128;
 
-/// Trains a Llama-architecture model, fully sharded over ranks that are threads of this process.
+/// Trains a Llama-architecture model, fully sharded over ranks: threads of this process, or processes that `fsdp launch` starts.
 ///
 /// Ctrl-C stops it at the end of a step, whose state is saved if there are --checkpoints.
 #[derive(Parser)]
@@ -84,9 +85,9 @@ struct ModelOptions {
 #[derive(Args)]
 #[command(next_help_heading = "Sharding")]
 struct ShardingOptions {
-    /// Number of ranks, each a thread
-    #[arg(long, default_value_t = 2)]
-    ranks: usize,
+    /// Number of ranks, each a thread [default: 2]; where `fsdp launch` has started several, each a process, as many as those
+    #[arg(long)]
+    ranks: Option<usize>,
     /// What the ranks compute on: cpu, or cuda, in a program built with `--features cuda` (and nccl for several GPUs)
     #[arg(long, value_name = "cpu|cuda", default_value_t)]
     device: TrainDevice,
@@ -293,7 +294,10 @@ fn run(options: Options) -> Result<ExitCode> {
     if model.config.is_none() {
         config.max_position_embeddings = data.seq();
     }
-    let ranks = sharding.ranks;
+    let place = Place::launched()?;
+    let ranks = number_of_ranks(sharding.ranks, place.as_ref())?;
+    // Of ranks that are processes the first one writes and prints; of threads, this process.
+    let writes = place.is_none_or(|place| place.rank == 0);
     let options = TrainOptions {
         fsdp: fsdp_config(&sharding, &training, files.trace.is_some() || files.trace_plot.is_some()),
         device: sharding.device,
@@ -315,18 +319,21 @@ fn run(options: Options) -> Result<ExitCode> {
     let tensor_file = |path: &PathBuf| TensorFileWriter::create(path, tensors(), StoredDtype::F32);
     let gradients = files.save_grads.as_ref().map(tensor_file).transpose()?;
     let final_weights = files.save_weights.as_ref().map(tensor_file).transpose()?;
-    let plot_file = files.plot.as_deref().map(plot::create).transpose()?;
-    let trace_file = files.trace.as_deref().map(AtomicFile::create).transpose()?;
-    let trace_plot_file = files.trace_plot.as_deref().map(plot::create).transpose()?;
+    let written = |path: &'_ Option<PathBuf>| path.clone().filter(|_| writes);
+    let plot_file = written(&files.plot).as_deref().map(plot::create).transpose()?;
+    let trace_file = written(&files.trace).as_deref().map(AtomicFile::create).transpose()?;
+    let trace_plot_file = written(&files.trace_plot).as_deref().map(plot::create).transpose()?;
     let checkpoints = files.saving.open(&*data)?;
     let first_step = checkpoints.as_ref().map_or(0, RunCheckpoints::first_step);
-    let metrics = files.metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
+    let metrics = written(&files.metrics);
+    let metrics = metrics.as_deref().map(|path| MetricsWriter::resume(path, first_step)).transpose()?;
     let (metrics, mut steps) = metrics.map_or_else(Default::default, |(file, steps)| (Some(file), steps));
-    if let Some(line) = checkpoints.as_ref().and_then(|checkpoints| checkpoints.beginning(options.steps)) {
+    let beginning = checkpoints.as_ref().and_then(|checkpoints| checkpoints.beginning(options.steps));
+    if let Some(line) = beginning.filter(|_| writes) {
         println!("{line}");
     }
     let outputs = Outputs {
-        progress: Some(Mutex::new(Progress::new(options.steps))),
+        progress: writes.then(|| Mutex::new(Progress::new(options.steps))),
         metrics: metrics.map(Mutex::new),
         gradients: gradients.map(Mutex::new),
         weights: final_weights.map(Mutex::new),
@@ -340,7 +347,7 @@ fn run(options: Options) -> Result<ExitCode> {
     let pretrained = SaveOptions { tokenizer: tokenizer.as_ref(), ..SaveOptions::default() };
 
     ops::set_threads(usize::from(sharding.threads_per_rank));
-    let summaries = Launcher::new().ranks(ranks).run(|world| {
+    let summaries = Launcher::new().ranks(ranks).launch(|world| {
         let mut model = shard(&world, &options, weights.as_ref())?;
         if let Some(dir) = &files.save_pretrained {
             check_save_place(&model, dir)?;
@@ -366,8 +373,13 @@ fn run(options: Options) -> Result<ExitCode> {
     let Outputs { progress, metrics, gradients, weights, checkpoints, stop: _ } = outputs;
     drop(progress);
     if summaries[0].stopped {
-        println!("{}", report::stopped(&summaries[0], options.steps, checkpoints.as_ref()));
+        if writes {
+            println!("{}", report::stopped(&summaries[0], options.steps, checkpoints.as_ref()));
+        }
         return Ok(ExitCode::from(INTERRUPTED));
+    }
+    if !writes {
+        return Ok(ExitCode::SUCCESS);
     }
     for file in [gradients, weights].into_iter().flatten() {
         file.into_inner()?.finish()?;
@@ -390,6 +402,18 @@ fn run(options: Options) -> Result<ExitCode> {
     }
     print_result(&summaries);
     Ok(ExitCode::SUCCESS)
+}
+
+/// As many as were started, each a process, or else as many threads as are asked for.
+fn number_of_ranks(asked: Option<usize>, place: Option<&Place>) -> Result<usize> {
+    const THREADS: usize = 2;
+    let Some(Place { size, .. }) = place else { return Ok(asked.unwrap_or(THREADS)) };
+    match asked {
+        Some(asked) if asked != *size => {
+            bail!("--ranks is {asked}, but {size} ranks were started, each a process")
+        }
+        _ => Ok(*size),
+    }
 }
 
 fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {

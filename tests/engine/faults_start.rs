@@ -1,15 +1,16 @@
 //! How a model starts: on a mesh that fits, with the same values on every rank of it.
 
 use std::net::TcpListener;
-use std::thread;
 
 use candle_core::{DType, Device, Result, Tensor};
-use fsdp::comm::tcp::Place;
-use fsdp::comm::{Phase, Tag};
+use fsdp::comm::local::LocalOptions;
+use fsdp::comm::tcp::{Place, TcpComm};
 use fsdp::prelude::*;
 use fsdp_test_support::{assert_close, relative};
 
-use crate::fixtures::{Dot, Dots, config, dot, full, gradients, launcher, named, on_ranks, weights};
+use crate::fixtures::{
+    Dot, Dots, config, dot, full, gradients, launcher, named, on_joined_ranks, on_ranks, weights,
+};
 
 #[test]
 fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
@@ -31,33 +32,52 @@ fn sizes_that_do_not_make_the_world_are_refused_on_all_ranks() {
     }
 }
 
-/// The ranks are threads here, each joined to the other as a process is.
+/// Ranks in processes of several machines have the host's communicator only.
 #[test]
-fn a_model_of_cpu_ranks_in_processes_is_refused_when_it_is_sharded() {
+fn a_mesh_without_collectives_of_streams_is_refused_when_a_model_is_sharded() {
     let free = TcpListener::bind(("127.0.0.1", 0)).expect("there is a free port");
     let port = free.local_addr().expect("it has an address").port();
     drop(free);
-    let rank = |rank: usize| {
-        let place = Place { rank, size: 2, local_rank: rank, address: ("127.0.0.1".to_owned(), port) };
-        let ended = launcher(2).join(&place, |world| -> fsdp::Result<()> {
-            // Both are here before one of them goes.
-            let tag = Tag { unit: "start".into(), phase: Phase::Setup, step: 0 };
-            world.communicator().host_barrier(tag)?;
-            Param::new(8).fully_shard(&world.data_parallel_mesh()).map(drop)
-        });
-        let said = ended.unwrap_err().to_string();
-        let words = [
-            &format!("rank {rank} failed: configuration: a model cannot be sharded over this mesh: "),
-            "have no collectives of streams",
-            "threads of one process (`launch::local`)",
-            "`mesh.on(&device)`",
-        ];
-        assert!(words.iter().all(|word| said.contains(*word)), "{said}");
-    };
-    thread::scope(|scope| {
-        scope.spawn(|| rank(1));
-        rank(0);
-    });
+    let place = Place { rank: 0, size: 1, local_rank: 0, address: ("127.0.0.1".to_owned(), port) };
+    let control = TcpComm::join(&place, LocalOptions::default()).expect("it joins itself");
+    let mesh = DeviceMesh::new(&[("dp_shard", 1)], control).expect("one rank is a mesh of one");
+    let said = Param::new(8).fully_shard(&mesh).map(drop).unwrap_err().to_string();
+    let words = [
+        "configuration: a model cannot be sharded over this mesh: ",
+        "have no collectives of streams",
+        "threads of one process (`launch::local`)",
+        "`mesh.on(&device)`",
+    ];
+    assert!(words.iter().all(|word| said.contains(*word)), "{said}");
+}
+
+/// The ranks are threads here, each joined to the others as a process is.
+#[test]
+fn ranks_in_processes_train_to_the_bits_of_ranks_in_threads() {
+    for strategy in Strategy::ALL {
+        let train = |world: fsdp::launch::World| {
+            let (outer, inner) = if world.size() == 4 { (2, 2) } else { (1, world.size()) };
+            let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
+            let mut model = dot(7).fully_shard_with(&mesh, &config(strategy))?;
+            let mut optimizer = model.optimizer(AdamW { lr: 0.1, ..AdamW::default() })?;
+            for step in 0..3 {
+                let x: Vec<f32> =
+                    (0..7).map(|i| ((i * 5 + world.rank() * 3 + step) % 11) as f32 / 7.0).collect();
+                let x = Tensor::new(x, &Device::Cpu)?;
+                let loss = model.forward(&vec![x])?;
+                model.backward(&loss)?;
+                model.clip_grad_norm(1.0)?;
+                optimizer.step(&mut model)?;
+            }
+            let bits = weights(&model)?
+                .into_iter()
+                .map(|(name, values)| (name, values.into_iter().map(f32::to_bits)));
+            Ok(bits.map(|(name, bits)| (name, bits.collect())).collect::<Vec<(String, Vec<u32>)>>())
+        };
+        for ranks in [2, 3, 4] {
+            assert_eq!(on_joined_ranks(ranks, train), on_ranks(ranks, train), "{strategy}, {ranks} ranks");
+        }
+    }
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! Models whose gradients are plain sums, and a way to run them on ranks.
 
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor};
+use fsdp::comm::tcp::Place;
 use fsdp::launch::Launcher;
 use fsdp::prelude::*;
 
@@ -87,12 +89,40 @@ pub fn config(strategy: Strategy) -> FsdpConfig {
     FsdpConfig { strategy, poison: true, ..FsdpConfig::default() }
 }
 
-/// Runs `main` on `ranks` ranks with a short time-out.
+/// Runs `main` on `ranks` ranks with a short time-out: threads that share their slices, or, with `FSDP_JOINED=1`, threads that are
+/// joined as processes are.
 pub fn on_ranks<T: Send>(
     ranks: usize,
     main: impl Fn(fsdp::launch::World) -> fsdp::Result<T> + Send + Sync,
 ) -> Vec<T> {
+    if std::env::var_os("FSDP_JOINED").is_some() {
+        return on_joined_ranks(ranks, main);
+    }
     launcher(ranks).run(main).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Runs `main` on `ranks` ranks that exchange as processes of one machine do: by TCP, and in memory that they share.
+pub fn on_joined_ranks<T: Send>(
+    ranks: usize,
+    main: impl Fn(fsdp::launch::World) -> fsdp::Result<T> + Send + Sync,
+) -> Vec<T> {
+    static WORLDS: AtomicU16 = AtomicU16::new(0);
+    // An address for each world, so that no two of this program want one port.
+    let [high, low] = WORLDS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
+    let host = format!("127.1.{high}.{low}");
+    let free = std::net::TcpListener::bind((host.as_str(), 0)).expect("there is a free port");
+    let port = free.local_addr().expect("it has an address").port();
+    drop(free);
+    let main = &main;
+    std::thread::scope(|scope| {
+        let rank = |rank: usize| {
+            let place = Place { rank, size: ranks, local_rank: rank, address: (host.clone(), port) };
+            scope.spawn(move || launcher(ranks).join(&place, main))
+        };
+        let all: Vec<_> = (0..ranks).map(rank).collect();
+        let ends = all.into_iter().map(|rank| rank.join().expect("a launch does not panic"));
+        ends.collect::<std::result::Result<_, _>>().unwrap_or_else(|error| panic!("{error}"))
+    })
 }
 
 pub fn launcher(ranks: usize) -> Launcher {

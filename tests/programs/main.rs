@@ -2,5 +2,7 @@
 
 mod example;
 mod finetune;
+#[cfg(unix)]
+mod launch;
 mod quickstart;
 mod train_llama;

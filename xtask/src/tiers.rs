@@ -100,6 +100,12 @@ pub fn deep() -> Vec<Tier> {
             run: hostile,
         },
         Tier {
+            name: "processes",
+            what: "60 kills and 12 stops of ranks in processes; the engine on ranks that exchange as processes do",
+            minutes: 6.0,
+            run: processes,
+        },
+        Tier {
             name: "address",
             what: "the tests under AddressSanitizer",
             minutes: 25.0,
@@ -124,6 +130,12 @@ pub fn deep() -> Vec<Tier> {
             run: || run("python3 tests/fake-cuda/mutants.py", &[]),
         },
     ]
+}
+
+fn processes() -> Result<(), String> {
+    let hits = ["--workspace", "--test", "tcp_communicator", "a_process_that_is_"];
+    times::test_in(&hits, &[("FSDP_KILLS", "60"), ("FSDP_STOPS", "12")])?;
+    times::test_in(&["--workspace", "--test", "engine"], &[("FSDP_JOINED", "1")])
 }
 
 fn format() -> Result<(), String> {

@@ -6,6 +6,8 @@ mod device_mesh;
 mod ledger;
 pub mod local;
 pub mod nccl;
+#[cfg(target_os = "linux")]
+pub mod shared_memory;
 pub mod tcp;
 mod traffic;
 

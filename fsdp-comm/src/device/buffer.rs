@@ -166,6 +166,18 @@ impl Slice {
         Ok(Slice { buffer, dtype, start: 0, len })
     }
 
+    /// `len` elements of memory that is there already.
+    ///
+    /// # Safety
+    /// The block has memory of them all, aligned as they are. Otherwise as for [`Slice::zeros_in`], for all that know the
+    /// memory: other processes too.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn of_block(block: Box<dyn Block>, dtype: Dtype, len: usize) -> Slice {
+        let bytes = len * dtype.size();
+        let buffer = Buffer { memory: Backing::Block { ptr: block.ptr(), block }, bytes, on_free: None };
+        Slice { buffer: Arc::new(buffer), dtype, start: 0, len }
+    }
+
     /// A new buffer of `len` zeros in host memory, whole.
     ///
     /// # Panics

@@ -116,10 +116,13 @@ where
     Launcher::new().ranks(ranks).run(rank_main)
 }
 
-/// Runs `rank_main` as one rank of those that `torchrun`, `srun` or `mpirun` has started, as the environment says
+/// Runs `rank_main` as one rank of those that `fsdp launch`, `torchrun`, `srun` or `mpirun` has started, as the environment says
 /// ([`Place::from_env`]), with the default settings of [`Launcher`].
 ///
-/// Its communicator is one of the host ([`TcpComm`]): collectives of devices need one by NCCL that is made on it.
+/// Ranks of one machine have collectives on the CPU, in memory that they share
+/// ([`comm::shared_memory`](crate::comm::shared_memory), on Linux). Collectives of devices need a communicator by NCCL that is
+/// made on this one. On several machines there are only those of the host ([`TcpComm`]), and those of devices.
+///
 /// Rank 0 listens on `MASTER_ADDR`, or on the address `FSDP_LISTEN`. Ranks on several machines know each other by a secret:
 /// set `FSDP_TOKEN` to the same random text for all; [`comm::tcp`](crate::comm::tcp) says what is done without it.
 ///
@@ -235,6 +238,26 @@ impl Launcher {
         collect(ends, world.failure())
     }
 
+    /// Runs `rank_main` wherever the program was started: on as many threads of this process as were set ([`Launcher::run`]), or, if a
+    /// launcher has started this process as one rank of several ([`Place::launched`]), as that rank ([`Launcher::join`]).
+    ///
+    /// The result has the values of the ranks in this process, by rank: as a rank of several processes, its own only. The
+    /// number of ranks that was set does not count then.
+    ///
+    /// # Errors
+    /// Those of [`Launcher::run`] and [`distributed`].
+    pub fn launch<T, E, F>(&self, rank_main: F) -> Result<Vec<T>, LaunchError>
+    where
+        T: Send,
+        E: fmt::Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        match Place::launched().map_err(|error| LaunchError::Setting(words(error)))? {
+            Some(place) => Ok(vec![self.join(&place, rank_main)?]),
+            None => self.run(rank_main),
+        }
+    }
+
     /// Runs `rank_main` on a thread of this process, which is one rank of those that were started together: the one of this
     /// `place`. The number of ranks that was set does not count.
     ///
@@ -249,7 +272,7 @@ impl Launcher {
         let communicator = TcpComm::join(place, self.options()?)?;
         let Place { rank, local_rank, .. } = *place;
         let end = thread::scope(|scope| {
-            let world = World { communicator: communicator.clone(), local_rank };
+            let world = World { communicator: on_cpus(&communicator)?, local_rank };
             let thread = Builder::new().name(format!("rank{rank}")).stack_size(self.stack_size);
             let (main, ends) = (&rank_main, &communicator);
             let thread = thread.spawn_scoped(scope, move || run_rank(&**ends, rank, Ok(world), main));
@@ -305,6 +328,17 @@ impl Launcher {
             },
         )
     }
+}
+
+/// The communicator of ranks that are processes: with collectives on the CPU, where they can share memory.
+#[cfg(target_os = "linux")]
+fn on_cpus(control: &Arc<TcpComm>) -> Result<Arc<dyn Communicator>, CommError> {
+    Ok(crate::comm::shared_memory::SharedMemoryComm::new(control.clone())?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn on_cpus(control: &Arc<TcpComm>) -> Result<Arc<dyn Communicator>, CommError> {
+    Ok(control.clone())
 }
 
 /// A setting that is wrong, without the rank that found it.

@@ -1,15 +1,13 @@
 //! Exact results of every collective, for many sizes, ranks, dtypes, in place and not.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use fsdp_comm::comm::{Accumulate, CommError, Communicator, Exchange, Gather, HostOp, Reduce};
 use fsdp_comm::device::cpu::{ComputeStream, CpuStream};
 use fsdp_comm::device::{Element, Slice, Stream};
-use fsdp_comm::launch::local;
 use half::{bf16, f16};
 
-use crate::{slice, tag, values};
+use crate::{local, slice, tag, values};
 
 const LENGTHS: [usize; 4] = [0, 1, 7, 1000];
 const RANKS: [usize; 5] = [1, 2, 3, 5, 8];
@@ -96,7 +94,6 @@ fn gathers<T: Value>() {
     });
 }
 
-#[test]
 fn all_gather_places_every_part_by_rank() {
     gathers::<f32>();
     gathers::<bf16>();
@@ -131,14 +128,12 @@ fn reduces<S: Value, D: Value>() {
     });
 }
 
-#[test]
 fn reduce_scatter_sums_in_rank_order_scales_once_and_accumulates() {
     reduces::<f32, f32>();
     reduces::<bf16, bf16>();
     reduces::<f16, f16>();
 }
 
-#[test]
 fn reduce_scatter_of_a_narrow_dtype_may_go_to_f32() {
     reduces::<bf16, f32>();
     reduces::<f16, f32>();
@@ -163,7 +158,6 @@ fn reduces_in_place<T: Value>() {
     });
 }
 
-#[test]
 fn reduce_scatter_in_place_changes_its_part_only() {
     reduces_in_place::<f32>();
     reduces_in_place::<bf16>();
@@ -197,14 +191,12 @@ fn all_reduces<T: Value>() {
     });
 }
 
-#[test]
 fn all_reduce_has_the_bits_of_reduce_scatter_on_every_rank() {
     all_reduces::<f32>();
     all_reduces::<bf16>();
     all_reduces::<f16>();
 }
 
-#[test]
 fn broadcast_gives_all_the_roots_data() {
     on_all(|comm, stream| {
         for len in LENGTHS {
@@ -238,14 +230,12 @@ fn exchanges<T: Value>() {
     });
 }
 
-#[test]
 fn all_to_all_transposes_chunks_and_ranks() {
     exchanges::<f32>();
     exchanges::<bf16>();
     exchanges::<f16>();
 }
 
-#[test]
 fn host_values_are_reduced_in_rank_order() {
     on_all(|comm, _| {
         let (rank, ranks) = (comm.rank(), comm.size());
@@ -267,7 +257,6 @@ fn host_values_are_reduced_in_rank_order() {
     });
 }
 
-#[test]
 fn host_gather_takes_any_lengths() {
     on_all(|comm, _| {
         let gathered = comm.host_gather(tag("names", 0), vec![comm.rank() as u8; comm.rank()])?;
@@ -276,10 +265,23 @@ fn host_gather_takes_any_lengths() {
     });
 }
 
-#[test]
 fn counters_count_calls_and_bytes_from_peers() {
-    let counters = local(4, |world| {
+    let expected = |broadcast, gathered| {
+        vec![
+            ("all-gather", 1, 240),
+            ("reduce-scatter", 1, 120),
+            ("all-reduce", 1, 240),
+            ("broadcast", 1, broadcast),
+            ("all-to-all", 1, 120),
+            ("host-barrier", 1, 0),
+            ("host-reduce", 1, 48),
+            ("host-gather", 1, gathered),
+        ]
+    };
+    let expected = [expected(160, 6), expected(0, 5), expected(160, 4), expected(160, 3)];
+    local(4, |world| {
         let comm = world.communicator();
+        let before = comm.counters();
         let stream = ComputeStream::new("compute");
         let (shard, whole) = (slice([0f32; 10]), slice([0f32; 40]));
         let gather = Gather { send: shard.clone(), recv: whole.clone() };
@@ -295,25 +297,16 @@ fn counters_count_calls_and_bytes_from_peers() {
         comm.host_reduce(tag("u", 0), HostOp::Sum, &mut [0.0; 2])?;
         comm.host_gather(tag("u", 0), vec![0; world.rank()])?;
         comm.host_barrier(tag("u", 0))?;
-        let counters = comm.counters();
-        Ok::<_, CommError>(
-            counters.into_iter().map(|(op, c)| (op, c.calls, c.bytes_from_peers)).collect::<Vec<_>>(),
-        )
+        let since = comm.counters().into_iter().zip(before);
+        let counters: Vec<_> = since
+            .map(|((op, now), (_, then))| {
+                (op, now.calls - then.calls, now.bytes_from_peers - then.bytes_from_peers)
+            })
+            .collect();
+        assert_eq!(counters, expected[world.rank()]);
+        Ok::<_, CommError>(())
     })
     .unwrap();
-    let expected = |broadcast, gathered| {
-        vec![
-            ("all-gather", 1, 240),
-            ("reduce-scatter", 1, 120),
-            ("all-reduce", 1, 240),
-            ("broadcast", 1, broadcast),
-            ("all-to-all", 1, 120),
-            ("host-barrier", 1, 0),
-            ("host-reduce", 1, 48),
-            ("host-gather", 1, gathered),
-        ]
-    };
-    assert_eq!(counters, [expected(160, 6), expected(0, 5), expected(160, 4), expected(160, 3)]);
 }
 
 /// One of five collectives on `len` elements a rank, checked against its exact result when it is done.
@@ -377,7 +370,6 @@ impl SplitMix {
     }
 }
 
-#[test]
 fn random_schedules_with_a_sleepy_rank_are_exact() {
     for seed in 0..6 {
         let ranks = 2 + seed as usize % 3;
@@ -404,7 +396,6 @@ fn random_schedules_with_a_sleepy_rank_are_exact() {
     }
 }
 
-#[test]
 fn two_channels_run_on_two_streams_at_once() {
     local(3, |world| {
         let spawn = |name: &str| {
@@ -430,7 +421,6 @@ fn two_channels_run_on_two_streams_at_once() {
     .unwrap();
 }
 
-#[test]
 fn one_channel_keeps_the_order_of_calls_across_streams() {
     local(2, |world| {
         let comm = world.communicator();
@@ -447,29 +437,18 @@ fn one_channel_keeps_the_order_of_calls_across_streams() {
     .unwrap();
 }
 
-#[test]
-fn nothing_is_kept_alive_by_a_collective_that_is_done() {
-    let freed = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    local(3, |world| {
-        let stream = CpuStream::spawn(format!("rank{}/side", world.rank()));
-        let counted = || {
-            let freed = freed.clone();
-            let on_free = move |bytes| {
-                freed.fetch_add(bytes, std::sync::atomic::Ordering::SeqCst);
-            };
-            // SAFETY: one all-reduce uses it.
-            unsafe { Slice::zeros(fsdp_comm::spec::Dtype::F32, 3, Some(Box::new(on_free))) }
-        };
-        for round in 0..20 {
-            let data = counted();
-            world.communicator().all_reduce(&*stream, tag("u", round), vec![(data.clone(), 1.0)])?;
-            stream.record().synchronize()?;
-            drop(data);
-            world.communicator().host_barrier(tag("u", round))?;
-            assert_eq!(freed.load(std::sync::atomic::Ordering::SeqCst), 36 * (round as usize + 1));
-            world.communicator().host_barrier(tag("u", round))?;
-        }
-        Ok::<_, CommError>(())
-    })
-    .unwrap();
+crate::on_ranks! {
+    all_gather_places_every_part_by_rank,
+    reduce_scatter_sums_in_rank_order_scales_once_and_accumulates,
+    reduce_scatter_of_a_narrow_dtype_may_go_to_f32,
+    reduce_scatter_in_place_changes_its_part_only,
+    all_reduce_has_the_bits_of_reduce_scatter_on_every_rank,
+    broadcast_gives_all_the_roots_data,
+    all_to_all_transposes_chunks_and_ranks,
+    host_values_are_reduced_in_rank_order,
+    host_gather_takes_any_lengths,
+    counters_count_calls_and_bytes_from_peers,
+    random_schedules_with_a_sleepy_rank_are_exact,
+    two_channels_run_on_two_streams_at_once,
+    one_channel_keeps_the_order_of_calls_across_streams,
 }

@@ -1,7 +1,10 @@
-//! Communicators of some of the ranks.
+//! Communicators of some of the ranks, and what they keep.
+
+use std::sync::Arc;
 
 use fsdp_comm::comm::{CommError, HostOp};
-use fsdp_comm::device::cpu::ComputeStream;
+use fsdp_comm::device::cpu::{ComputeStream, CpuStream};
+use fsdp_comm::device::{Slice, Stream};
 use fsdp_comm::launch::{Launcher, local};
 use fsdp_comm::mesh::MeshDim;
 
@@ -134,4 +137,31 @@ fn a_failure_in_one_group_names_world_ranks_and_reaches_the_others() {
         ),
         "{error}"
     );
+}
+
+#[test]
+fn nothing_is_kept_alive_by_a_collective_that_is_done() {
+    let freed = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    local(3, |world| {
+        let stream = CpuStream::spawn(format!("rank{}/side", world.rank()));
+        let counted = || {
+            let freed = freed.clone();
+            let on_free = move |bytes| {
+                freed.fetch_add(bytes, std::sync::atomic::Ordering::SeqCst);
+            };
+            // SAFETY: one all-reduce uses it.
+            unsafe { Slice::zeros(fsdp_comm::spec::Dtype::F32, 3, Some(Box::new(on_free))) }
+        };
+        for round in 0..20 {
+            let data = counted();
+            world.communicator().all_reduce(&*stream, crate::tag("u", round), vec![(data.clone(), 1.0)])?;
+            stream.record().synchronize()?;
+            drop(data);
+            world.communicator().host_barrier(crate::tag("u", round))?;
+            assert_eq!(freed.load(std::sync::atomic::Ordering::SeqCst), 36 * (round as usize + 1));
+            world.communicator().host_barrier(crate::tag("u", round))?;
+        }
+        Ok::<_, CommError>(())
+    })
+    .unwrap();
 }

@@ -3,27 +3,23 @@
 mod collectives;
 mod failures;
 mod groups;
+mod slices;
 
-use fsdp_comm::comm::{Phase, Tag};
-use fsdp_comm::device::{Element, Slice};
+use fsdp_comm::launch::local;
 
-/// A tag of the forward phase.
-fn tag(unit: &str, step: u64) -> Tag {
-    Tag { unit: unit.into(), phase: Phase::Forward, step }
+use slices::{slice, tag, values};
+
+/// The tests that ranks in processes pass too (`tcp_communicator`): here each one is a test.
+macro_rules! on_ranks {
+    ($($name:ident,)*) => {
+        mod tests {
+            $(
+                #[test]
+                fn $name() {
+                    super::$name();
+                }
+            )*
+        }
+    };
 }
-
-/// New memory with these values.
-fn slice<T: Element>(values: impl IntoIterator<Item = T>) -> Slice {
-    let values: Vec<T> = values.into_iter().collect();
-    // SAFETY: the tests look at values where no collective is under way on them, and give a collective slices of its own.
-    let slice = unsafe { Slice::zeros(T::DTYPE, values.len(), None) };
-    // SAFETY: the buffer is new and known to this thread only.
-    unsafe { slice.as_mut_slice::<T>() }.copy_from_slice(&values);
-    slice
-}
-
-/// A copy of the values; no collective may be under way on the slice.
-fn values<T: Element>(slice: &Slice) -> Vec<T> {
-    // SAFETY: the tests call this where no collective is under way on the slice.
-    unsafe { slice.as_slice::<T>() }.to_vec()
-}
+use on_ranks;

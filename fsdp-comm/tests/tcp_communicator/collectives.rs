@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
+use fsdp_comm::comm::local::LocalOptions;
+use fsdp_comm::comm::tcp::TcpComm;
 use fsdp_comm::comm::{Communicator, DeviceMesh, Exchange, HostOp};
 use fsdp_comm::device::Slice;
 use fsdp_comm::device::cpu::ComputeStream;
 use fsdp_comm::mesh::MeshDim;
 use fsdp_comm::spec::Dtype;
 
-use super::world::{run, tag};
+use super::world::{LATE, free_port, place, run, tag};
 
 #[test]
 fn values_are_reduced_in_rank_order() {
@@ -90,19 +92,18 @@ fn calls_and_bytes_are_counted() {
 }
 
 #[test]
-fn streams_have_no_collectives() {
-    run(1, |world| {
-        let stream = ComputeStream::new("compute");
-        // SAFETY: nothing uses it: the collectives are refused.
-        let data = unsafe { Slice::zeros(Dtype::F32, 4, None) };
-        let comm = world.communicator();
-        let exchange = Exchange { send: data.clone(), recv: data.clone() };
-        for refused in
-            [comm.broadcast(&*stream, tag("a"), data, 0), comm.all_to_all(&*stream, tag("a"), vec![exchange])]
-        {
-            let error = refused.err().ok_or("an error")?;
-            assert!(error.to_string().ends_with("make a `NcclComm` on this"), "{error}");
-        }
-        Ok(())
-    });
+fn without_memory_to_share_streams_have_no_collectives() {
+    let options = LocalOptions { timeout: LATE, ..LocalOptions::default() };
+    let comm = TcpComm::join(&place(0, 1, free_port()), options).expect("it joins itself");
+    let stream = ComputeStream::new("compute");
+    // SAFETY: nothing uses it: the collectives are refused.
+    let data = unsafe { Slice::zeros(Dtype::F32, 4, None) };
+    let exchange = Exchange { send: data.clone(), recv: data.clone() };
+    for refused in
+        [comm.broadcast(&*stream, tag("a"), data, 0), comm.all_to_all(&*stream, tag("a"), vec![exchange])]
+    {
+        let error = refused.expect_err("it is refused");
+        assert!(error.to_string().ends_with("make a `NcclComm` on this"), "{error}");
+    }
+    assert!(comm.moves_no_data().is_some());
 }

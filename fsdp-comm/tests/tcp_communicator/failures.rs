@@ -70,7 +70,7 @@ fn ranks_that_call_different_collectives_are_told() {
         world.communicator().note(&format!("due {}", world.rank() + 1));
         Ok(world.communicator().host_barrier(tag("a"))?)
     });
-    let words = ["duplicate #1 of channel `world` differs: rank "];
+    let words = ["duplicate #2 of channel `world` differs: rank "];
     all_but_one_fail(2, LATE, 2, &words, |world| {
         Ok(world.communicator().duplicate(&world.rank().to_string()).host_barrier(tag("a"))?)
     });

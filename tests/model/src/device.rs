@@ -93,6 +93,18 @@ impl Slice {
         unsafe { Self::zeros_in(memory, dtype, len, on_free) }
     }
 
+    /// # Safety
+    /// That of the runtime's slice.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn of_block(block: Box<dyn Block>, dtype: Dtype, len: usize) -> Slice {
+        // SAFETY: the caller's promise.
+        Slice { memory: unsafe { buffer::Slice::of_block(block, dtype, len) }, shadow: Arc::default() }
+    }
+
+    pub fn reinterpreted(&self, dtype: Dtype, len: usize) -> Slice {
+        Slice { memory: self.memory.reinterpreted(dtype, len), shadow: self.shadow.clone() }
+    }
+
     pub fn segments(&self) -> Vec<Slice> {
         vec![self.clone()]
     }

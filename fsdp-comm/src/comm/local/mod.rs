@@ -17,6 +17,9 @@ use std::sync::Arc;
 
 pub use self::world::{LocalOptions, LocalWorld};
 
+#[cfg(target_os = "linux")]
+pub(super) use self::{reduce::sum_into, site::copy};
+
 use self::rendezvous::{Endpoint, Meeting, Payload};
 use self::shake::Place;
 use self::site::{Host, Site};

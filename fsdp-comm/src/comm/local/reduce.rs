@@ -18,7 +18,7 @@ const CHUNK: usize = 4096;
 /// All slices have the same length, the sources one dtype, and that of `dst` is the same or f32.
 /// While the call runs no one writes the sources, and no one else reads or writes `dst`. `dst` is one of the
 /// sources or overlaps none.
-pub(super) unsafe fn sum_into(sources: &[Slice], dst: &Slice, scale: f32, accumulate: Accumulate) {
+pub(in crate::comm) unsafe fn sum_into(sources: &[Slice], dst: &Slice, scale: f32, accumulate: Accumulate) {
     let Some(first) = sources.first() else { return };
     // SAFETY: the caller's promises are those of `sum_typed`; the types are matched to the dtypes here.
     unsafe {

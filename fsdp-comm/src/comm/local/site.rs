@@ -31,17 +31,27 @@ pub(super) trait Site {
     fn rendezvous(&self, meeting: &mut Meeting) -> Result<(), CommError>;
 }
 
+/// Copies `source` to `target`, memory of the host, unless they are the same.
+///
+/// # Safety
+/// They have the same dtype and length, and are the same memory or do not overlap. While the call runs no one writes `source`, and
+/// no one else reads or writes `target`.
+pub(in crate::comm) unsafe fn copy(source: &Slice, target: &Slice) {
+    if !same_place(source, target) {
+        for (source, target) in source.paired_segments(target) {
+            // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
+            unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
+        }
+    }
+}
+
 /// Memory of the host.
 pub(super) struct Host;
 
 impl Site for Host {
     unsafe fn copy(&self, source: &Slice, target: &Slice) -> Result<(), CommError> {
-        if !same_place(source, target) {
-            for (source, target) in source.paired_segments(target) {
-                // SAFETY: the caller's promise is that of both accessors, and the memory is not the same.
-                unsafe { target.as_mut_bytes().copy_from_slice(source.as_bytes()) };
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { copy(source, target) };
         Ok(())
     }
 

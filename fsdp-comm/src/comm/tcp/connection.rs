@@ -167,8 +167,10 @@ impl Connection {
         if let Some(failure) = self.failure().filter(|_| !matches!(request, Request::GiveUp { .. })) {
             return Err(failure);
         }
-        if let Some(waiting) = &mut *self.waiting.lock() {
-            waiting.insert(id, sender);
+        match &mut *self.waiting.lock() {
+            Some(waiting) => drop(waiting.insert(id, sender)),
+            // There will be no answer: nobody waits for one.
+            None => drop(sender),
         }
         self.send(request, body);
         match answer.recv() {

@@ -22,13 +22,13 @@ pub struct Place {
 
 /// Variables of rank, size and local rank, and who sets them.
 const LAUNCHERS: [(&str, [&str; 3]); 3] = [
-    ("torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
+    ("fsdp launch or torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
     ("srun", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"]),
     ("mpirun", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"]),
 ];
 
 impl Place {
-    /// From the environment: `RANK`, `WORLD_SIZE` and `LOCAL_RANK` as `torchrun` sets them, or those of `srun` or Open
+    /// From the environment: `RANK`, `WORLD_SIZE` and `LOCAL_RANK` as `fsdp launch` and `torchrun` set them, or those of `srun` or Open
     /// MPI's `mpirun`; `MASTER_ADDR` and `MASTER_PORT` in any case. `FSDP_PORT` is taken for the port where it is set;
     /// where `torchrun` itself listens on the port (`TORCHELASTIC_USE_AGENT_STORE`), the next one is. Where `LOCAL_RANK` is
     /// not set it follows from `LOCAL_WORLD_SIZE`, or is the rank if `MASTER_ADDR` is a loopback address.
@@ -40,6 +40,17 @@ impl Place {
             // Which rank it is may be what is wrong.
             CommError::Invalid { rank: 0, message }
         })
+    }
+
+    /// The place of a process that a launcher has started as one rank of several, as [`Place::from_env`] reads it; `None` if none has:
+    /// if no rank or no `MASTER_ADDR` is set. A batch script of Slurm has a rank, for instance, but is none.
+    ///
+    /// # Errors
+    /// As for [`Place::from_env`].
+    pub fn launched() -> Result<Option<Place>, CommError> {
+        let is_set = |name: &str| std::env::var_os(name).is_some();
+        let is_rank = LAUNCHERS.iter().any(|(_, [rank, ..])| is_set(rank)) && is_set("MASTER_ADDR");
+        is_rank.then(Place::from_env).transpose()
     }
 
     fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
@@ -155,8 +166,14 @@ mod tests {
     #[test]
     fn what_is_missing_or_wrong_is_named() {
         let cases: [(&[(&str, &str)], &str); 6] = [
-            (&[], "none of RANK (torchrun), SLURM_PROCID (srun), OMPI_COMM_WORLD_RANK (mpirun) is set"),
-            (&[("RANK", "1")], "WORLD_SIZE is not set: the number of ranks, started by torchrun"),
+            (
+                &[],
+                "none of RANK (fsdp launch or torchrun), SLURM_PROCID (srun), OMPI_COMM_WORLD_RANK (mpirun) is set",
+            ),
+            (
+                &[("RANK", "1")],
+                "WORLD_SIZE is not set: the number of ranks, started by fsdp launch or torchrun",
+            ),
             (&[("RANK", "one")], "RANK is `one`: invalid digit found in string"),
             (&[("RANK", "2"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")], "rank 2 is none of the 2 ranks"),
             (&[("RANK", "2"), ("WORLD_SIZE", "4000"), ("LOCAL_RANK", "0")], "2048 ranks are the most"),

@@ -1,0 +1,131 @@
+//! Who the ranks are, and the windows that they open to each other.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use super::flow::Windows;
+use super::segment::{Place, Segment};
+use super::window::{BYTES, Window};
+use crate::comm::{CommError, Communicator, Tag};
+
+/// A rank's process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Process {
+    /// The machine, by a number that it has drawn when it was started, and the process's name space of processes.
+    machine: String,
+    /// What people call the machine.
+    host: String,
+    id: u32,
+}
+
+/// What a rank tells the others of its window.
+#[derive(Serialize, Deserialize)]
+struct Offer {
+    process: Process,
+    /// Or why there is none.
+    window: Result<Place, String>,
+    /// Of the window: what another version would lay out otherwise.
+    bytes: usize,
+}
+
+/// The processes of the ranks that are known, by world ranks. It is one for all communicators that are made of each other.
+#[derive(Default)]
+pub(super) struct Processes(Mutex<BTreeMap<usize, Process>>);
+
+impl Process {
+    fn own() -> Process {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+        let names = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let machine = format!("{} {}", read("/proc/sys/kernel/random/boot_id"), names.display());
+        Process { machine, host: read("/proc/sys/kernel/hostname"), id: std::process::id() }
+    }
+}
+
+impl Processes {
+    /// `; rank 1 is process 4711 on `node0``, for the ranks that are known.
+    fn words(&self, ranks: &[usize]) -> String {
+        let known = self.0.lock();
+        let word = |rank: &usize| {
+            let Process { host, id, .. } = known.get(rank)?;
+            Some(format!("; rank {rank} is process {id} on `{host}`"))
+        };
+        ranks.iter().filter_map(word).collect()
+    }
+
+    /// An error, with the processes of the ranks that are to blame.
+    pub(super) fn told(&self, mut error: CommError) -> CommError {
+        match &mut error {
+            CommError::RankFailed { failed, message, .. } => *message += &self.words(&[*failed]),
+            CommError::TimedOut { missing, message, .. } => *message += &self.words(missing),
+            _ => {}
+        }
+        error
+    }
+}
+
+/// Why there are no windows.
+pub(super) enum Refusal {
+    /// The ranks could not tell each other.
+    Comm(CommError),
+    /// What this rank has found, in words.
+    Here(String),
+}
+
+/// Opens a window of this rank, and those of all others, for the first of their collectives. All ranks of `control` must call it.
+pub(super) fn open(
+    control: &dyn Communicator,
+    world_rank: impl Fn(usize) -> usize,
+    processes: &Processes,
+    first: Tag,
+) -> Result<Arc<Windows>, Refusal> {
+    let index = control.rank();
+    let own = Segment::create(BYTES);
+    let place = own.as_ref().map_err(ToString::to_string);
+    let window = place.and_then(|own| own.place().map_err(|error| error.to_string()));
+    let offer = Offer { process: Process::own(), window, bytes: BYTES };
+    let here = |error: &dyn std::fmt::Display| Refusal::Here(error.to_string());
+    let offered = serde_json::to_vec(&offer).map_err(|error| here(&error))?;
+    let tag = Tag { unit: format!("memory for {}", first.unit).into(), ..first };
+    let offers = control.host_gather(tag, offered).map_err(Refusal::Comm)?;
+    let read = |bytes: &Vec<u8>| serde_json::from_slice::<Offer>(bytes);
+    let offers: Vec<Offer> =
+        offers.iter().map(read).collect::<Result<_, _>>().map_err(|error| here(&error))?;
+    for (i, offer) in offers.iter().enumerate() {
+        processes.0.lock().insert(world_rank(i), offer.process.clone());
+    }
+    let first = &offers[0].process;
+    if let Some(other) = offers.iter().position(|offer| offer.process.machine != first.machine) {
+        return Err(Refusal::Here(format!(
+            "ranks {} and {} are on different machines, `{}` and `{}`: ranks that compute on the CPU exchange through the memory \
+             of one",
+            world_rank(0),
+            world_rank(other),
+            first.host,
+            offers[other].process.host
+        )));
+    }
+    let mut own = own.ok();
+    let mut all = Vec::with_capacity(offers.len());
+    for (i, Offer { process, window, bytes }) in offers.iter().enumerate() {
+        let rank = world_rank(i);
+        let place = window.as_ref().map_err(|error| {
+            Refusal::Here(format!("rank {rank} has no memory that it could share: {error}"))
+        })?;
+        if *bytes != BYTES {
+            return Err(Refusal::Here(format!("rank {rank} runs another version of the program")));
+        }
+        let segment = match own.take_if(|_| i == index) {
+            Some(own) => own,
+            None => Segment::open(place, BYTES).map_err(|error| {
+                let id = process.id;
+                Refusal::Here(format!("the memory of rank {rank}, process {id}, cannot be opened: {error}"))
+            })?,
+        };
+        all.push(Window::new(segment));
+    }
+    Ok(Arc::new(Windows { all, index, rounds: Mutex::new(0) }))
+}
