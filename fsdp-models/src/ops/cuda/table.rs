@@ -38,10 +38,10 @@ pub(super) use each;
 #[cfg(feature = "cuda")]
 macro_rules! implemented {
     (forward $op:ty, $args:literal) => {
-        const _: fn(&$op) = |op| drop::<&dyn $crate::ops::cuda::table::CudaForward<$args>>(op);
+        const _: fn(&$op) -> &dyn $crate::ops::cuda::table::CudaForward<$args> = |op| op;
     };
     (backward $op:ty, $args:literal) => {
-        const _: fn(&$op) = |op| drop::<&dyn $crate::ops::cuda::table::CudaBackward<$args>>(op);
+        const _: fn(&$op) -> &dyn $crate::ops::cuda::table::CudaBackward<$args> = |op| op;
     };
 }
 #[cfg(feature = "cuda")]
