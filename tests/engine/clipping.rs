@@ -99,3 +99,36 @@ fn a_bound_that_is_no_positive_number_is_refused() {
         Ok(())
     });
 }
+
+/// A model of one weight after a backward of gradient 4, a clipping to 1, and another backward of gradient 4.
+fn clipped_between_two_backwards<T: Send>(
+    then: impl Fn(&mut Fsdp<Dots>, &mut ShardedOptimizer<Sgd>) -> fsdp::Result<T> + Send + Sync,
+) -> T {
+    let all = on_ranks(2, |world| {
+        let mut model = dot(1).fully_shard(&world.data_parallel_mesh())?;
+        let mut optimizer = model.optimizer(Sgd::default().lr(1.0).weight_decay(0.0))?;
+        for clips in [true, false] {
+            let loss = model.forward(&vec![full(1, 4.0)])?;
+            model.backward(&loss)?;
+            if clips {
+                model.clip_grad_norm(1.0)?;
+            }
+        }
+        then(&mut model, &mut optimizer)
+    });
+    all.into_iter().next().unwrap()
+}
+
+#[test]
+fn a_clipping_is_of_the_gradients_that_there_were() {
+    let after = clipped_between_two_backwards(|model, optimizer| {
+        optimizer.step(model)?;
+        weights(model)
+    });
+    assert_eq!(after, named(&[("units.0.w", &[-8.0])]));
+}
+
+#[test]
+fn the_norm_after_another_backward_is_that_of_the_sum() {
+    assert_eq!(clipped_between_two_backwards(|model, _| model.grad_norm()), 8.0);
+}

@@ -167,6 +167,24 @@ fn padding_stays_under_a_cache_line_a_parameter_and_rank() {
     }
 }
 
+/// Of no forward: only its layout is looked at.
+#[derive(FsdpUnit)]
+struct Pair {
+    a: Param,
+    b: Param,
+}
+
+#[test]
+fn each_parameter_begins_a_cache_line() {
+    on_ranks(2, |world| {
+        let model = Pair { a: Param::new(20), b: Param::new(1) }.fully_shard(&world.data_parallel_mesh())?;
+        // Elements 0..20 and 32..33 of 64, which are two cache lines for each rank.
+        let root = &model.units()[0];
+        assert_eq!((root.params, root.numel, root.padding), (2, 21, 43));
+        Ok(())
+    });
+}
+
 #[test]
 fn pools_are_registered_only_where_ranks_are_joined_by_nccl() {
     on_ranks(2, |world| {

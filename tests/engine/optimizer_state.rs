@@ -212,3 +212,23 @@ fn a_unit_that_comes_late_takes_its_first_step_as_if_it_were_the_first() {
         });
     }
 }
+
+#[test]
+fn a_unit_that_pauses_goes_on_where_it_was() {
+    for strategy in Strategy::ALL {
+        on_ranks(2, |world| {
+            let mut model = Two::zeros(3).fully_shard_with(&world.data_parallel_mesh(), &config(strategy))?;
+            let mut optimizer = model.optimizer(AdamW::default().lr(0.125).weight_decay(0.0))?;
+            for used in [true, false, false, true] {
+                let loss: Tensor = model.forward(&(true, used, full(3, 1.0)))?;
+                model.backward(&loss)?;
+                optimizer.step(&mut model)?;
+            }
+            let all = weights(&model)?;
+            let paused = &all.iter().find(|(name, _)| name == "b.w").unwrap().1;
+            // With equal gradients the corrected moments are the gradient and its square: each step moves by the rate.
+            assert_each_close(paused, -0.25, absolute(1e-6), strategy);
+            Ok(())
+        });
+    }
+}

@@ -149,7 +149,7 @@ value("muon does not scale by shape", "optim/muon.rs", "(rows as f64 / cols as f
 value("an idle unit's steps count", "engine/optim/sharded.rs", "self.counts.unit_steps[unit]", "self.counts.steps", after="let at = StepInfo { step: ")
 value("a group's settings are another parameter's", "engine/optim/sharded.rs",
       "*self.groups.of(*param).overrides()", "Default::default()", after="let overrides = ")
-without("the clipping factor lasts beyond its step", "engine/step.rs", "self.factors = Factors::NONE;", after="fn clear")
+without("the clipping factor lasts beyond its gradients", "engine/core.rs", "step.gradients.factors = Factors::NONE;")
 value("a norm is its square", "engine/optim/grad_norm.rs", "sum[0].sqrt()", "sum[0]")
 value("replicas count in the norm", "engine/optim/grad_norm.rs", "cut_by_outer || ctx.outer_comm.rank() == 0", "true")
 text("small gradients are scaled up", "optim/norm.rs", "if scale > 1.0 {", "if scale > 1.0 && !FAULT {")
