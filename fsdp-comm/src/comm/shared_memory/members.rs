@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::flow::Windows;
 use super::segment::{Place, Segment};
 use super::window::{BYTES, Window};
-use crate::comm::{CommError, Communicator, Tag};
+use crate::comm::call::Op;
+use crate::comm::{CommCounter, CommError, Communicator, Tag};
 
 /// A rank's process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,9 +33,14 @@ struct Offer {
     bytes: usize,
 }
 
-/// The processes of the ranks that are known, by world ranks. It is one for all communicators that are made of each other.
+/// What is known of the ranks by opening windows, for all communicators that are made of each other.
 #[derive(Default)]
-pub(super) struct Processes(Mutex<BTreeMap<usize, Process>>);
+pub(super) struct Processes {
+    /// By world ranks.
+    known: Mutex<BTreeMap<usize, Process>>,
+    /// What the offers of windows took, which is no traffic of the program.
+    offers: Mutex<CommCounter>,
+}
 
 impl Process {
     fn own() -> Process {
@@ -48,12 +54,39 @@ impl Process {
 impl Processes {
     /// `; rank 1 is process 4711 on `node0``, for the ranks that are known.
     fn words(&self, ranks: &[usize]) -> String {
-        let known = self.0.lock();
+        let known = self.known.lock();
         let word = |rank: &usize| {
             let Process { host, id, .. } = known.get(rank)?;
             Some(format!("; rank {rank} is process {id} on `{host}`"))
         };
         ranks.iter().filter_map(word).collect()
+    }
+
+    /// An exchange of offers is counted already, with so many bytes from peers.
+    fn took(&self, bytes: usize) {
+        let mut offers = self.offers.lock();
+        offers.calls += 1;
+        offers.bytes_from_peers += bytes as u64;
+    }
+
+    /// Counters without the offers of windows.
+    pub(super) fn without_offers(
+        &self,
+        counters: Vec<(&'static str, CommCounter)>,
+    ) -> Vec<(&'static str, CommCounter)> {
+        let offers = *self.offers.lock();
+        let less =
+            |(name, counter): (&'static str, CommCounter)| match name == Op::NAMES[Op::HostGather.index()] {
+                true => (
+                    name,
+                    CommCounter {
+                        calls: counter.calls - offers.calls,
+                        bytes_from_peers: counter.bytes_from_peers - offers.bytes_from_peers,
+                    },
+                ),
+                false => (name, counter),
+            };
+        counters.into_iter().map(less).collect()
     }
 
     /// An error, with the processes of the ranks that are to blame.
@@ -90,12 +123,14 @@ pub(super) fn open(
     let here = |error: &dyn std::fmt::Display| Refusal::Here(error.to_string());
     let offered = serde_json::to_vec(&offer).map_err(|error| here(&error))?;
     let tag = Tag { unit: format!("memory for {}", first.unit).into(), ..first };
+    let own_bytes = offered.len();
     let offers = control.host_gather(tag, offered).map_err(Refusal::Comm)?;
+    processes.took(offers.iter().map(Vec::len).sum::<usize>() - own_bytes);
     let read = |bytes: &Vec<u8>| serde_json::from_slice::<Offer>(bytes);
     let offers: Vec<Offer> =
         offers.iter().map(read).collect::<Result<_, _>>().map_err(|error| here(&error))?;
     for (i, offer) in offers.iter().enumerate() {
-        processes.0.lock().insert(world_rank(i), offer.process.clone());
+        processes.known.lock().insert(world_rank(i), offer.process.clone());
     }
     let first = &offers[0].process;
     if let Some(other) = offers.iter().position(|offer| offer.process.machine != first.machine) {

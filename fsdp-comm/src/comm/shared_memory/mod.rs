@@ -450,6 +450,6 @@ unsafe impl Communicator for SharedMemoryComm {
     }
 
     fn counters(&self) -> Vec<(&'static str, CommCounter)> {
-        self.control.counters()
+        self.processes.without_offers(self.control.counters())
     }
 }
