@@ -59,7 +59,7 @@ fn ranks_in_processes_train_to_the_bits_of_ranks_in_threads() {
             let (outer, inner) = if world.size() == 4 { (2, 2) } else { (1, world.size()) };
             let mesh = world.mesh(&[("dp_outer", outer), ("dp_shard", inner)])?;
             let mut model = dot(7).fully_shard_with(&mesh, &config(strategy))?;
-            let mut optimizer = model.optimizer(AdamW { lr: 0.1, ..AdamW::default() })?;
+            let mut optimizer = model.optimizer(AdamW::default())?;
             for step in 0..3 {
                 let x: Vec<f32> =
                     (0..7).map(|i| ((i * 5 + world.rank() * 3 + step) % 11) as f32 / 7.0).collect();
