@@ -429,6 +429,7 @@ fn model_config(model: &ModelOptions) -> Result<LlamaConfig> {
         vocab_size: model.vocab,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: model.tied,
         max_position_embeddings: DEFAULT_SEQ,
         initializer_range: model.init_std,

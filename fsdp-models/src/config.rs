@@ -1,6 +1,7 @@
 //! Model configurations, with the names of Hugging Face's `config.json`.
 
 mod json;
+mod rope;
 
 use std::path::Path;
 
@@ -9,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub use crate::error::ConfigError;
+pub use rope::RopeScaling;
+
 use crate::product::product;
 use crate::settings::read_object;
 
@@ -32,9 +35,12 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
+    /// How the rotary frequencies are scaled for sequences longer than those of pretraining.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_scaling: Option<RopeScaling>,
     /// The output projection is the embedding.
     pub tie_word_embeddings: bool,
-    /// Longest sequence.
+    /// Longest sequence; see [`LlamaConfig::positions`].
     pub max_position_embeddings: usize,
     /// Standard deviation of the initial weights; they may be all zeros.
     pub initializer_range: f64,
@@ -74,6 +80,15 @@ impl LlamaConfig {
     /// Width of an attention head. The configuration must be valid.
     pub fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or_else(|| self.hidden_size.checked_div(self.num_attention_heads).unwrap_or(0))
+    }
+
+    /// Longest sequence, with what dynamic scaling of the rotary frequencies adds.
+    pub fn positions(&self) -> usize {
+        match self.rope_scaling {
+            // Saturates: what is beyond any sequence is beyond it still.
+            Some(RopeScaling::Dynamic { factor }) => (self.max_position_embeddings as f64 * factor) as usize,
+            _ => self.max_position_embeddings,
+        }
     }
 
     /// How weight matrices start.
@@ -145,6 +160,9 @@ impl LlamaConfig {
                 return Err(ConfigError::NotPositive { field, value });
             }
         }
+        if let Some(scaling) = &self.rope_scaling {
+            scaling.validate(self.rope_theta, self.head_dim())?;
+        }
         let value = self.initializer_range;
         // Weights are drawn in f32.
         if !((value as f32).is_finite() && value >= 0.0) {
@@ -179,6 +197,7 @@ mod tests {
             vocab_size: 256,
             rms_norm_eps: 1e-5,
             rope_theta: 10_000.0,
+            rope_scaling: None,
             tie_word_embeddings: false,
             max_position_embeddings: 64,
             initializer_range: 0.02,
@@ -214,6 +233,7 @@ mod tests {
             vocab_size: 49152,
             rms_norm_eps: 1e-5,
             rope_theta: 100_000.0,
+            rope_scaling: None,
             tie_word_embeddings: true,
             max_position_embeddings: 8192,
             initializer_range: 0.02,

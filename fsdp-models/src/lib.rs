@@ -28,6 +28,8 @@ pub mod paths;
 
 pub mod config;
 
+mod rope;
+
 pub mod layers;
 
 mod adapter;

@@ -69,7 +69,7 @@ impl Llama {
             layers: (0..config.num_hidden_layers).map(|_| Block::unit(config)).collect(),
             norm: RmsNorm::new(hidden, config.rms_norm_eps),
             lm_head: (!config.tie_word_embeddings).then(|| Linear::new(hidden, vocab, config.init())),
-            rope: RopeTables::new(config.head_dim(), config.max_position_embeddings, config.rope_theta)?,
+            rope: RopeTables::of(config)?,
             lora: None,
         })
     }

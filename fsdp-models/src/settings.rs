@@ -230,6 +230,11 @@ impl Refusals {
         self.known.push(format!("{} {misfit}: expected {}", brief_to(name, NAME), kind.expected()));
     }
 
+    /// A setting that must be there.
+    pub fn missing(&mut self, name: &str) {
+        self.known.push(format!("{} is missing", brief_to(name, NAME)));
+    }
+
     /// Those of settings within the one of this name.
     pub fn add_within(&mut self, name: &str, inner: Refusals) {
         self.known.extend(inner.known.into_iter().map(|line| format!("{name}.{line}")));

@@ -70,6 +70,7 @@ fn config() -> LlamaConfig {
         vocab_size: 8192,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: true,
         max_position_embeddings: 64,
         initializer_range: 0.02,

@@ -17,6 +17,7 @@ fn config() -> LlamaConfig {
         vocab_size: 40,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: true,
         max_position_embeddings: POSITIONS,
         initializer_range: 0.5,
@@ -85,10 +86,7 @@ fn prompts_that_are_empty_or_too_long_are_refused() {
         generate(&model, prompt, &Sampling::default()).unwrap_err().to_string()
     };
     assert_eq!(message(&[]), "the prompt is empty: at least one token is needed to begin with");
-    assert_eq!(
-        message(&[1; POSITIONS + 1]),
-        "a prompt of 25 tokens is too long for a model of max_position_embeddings 24"
-    );
+    assert_eq!(message(&[1; POSITIONS + 1]), "a prompt of 25 tokens is too long for a model of 24 positions");
     // The model's word on a token that it does not have.
     assert!(message(&[40]).contains("40"), "{}", message(&[40]));
     assert_eq!(completions(1, &[1; POSITIONS], &Sampling::default()), [[0u32; 0]]);

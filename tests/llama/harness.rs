@@ -27,6 +27,7 @@ pub fn options(tied: bool) -> TrainOptions {
         vocab_size: 256,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: tied,
         max_position_embeddings: 64,
         initializer_range: 0.02,

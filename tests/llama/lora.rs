@@ -21,6 +21,7 @@ fn config(tied: bool) -> LlamaConfig {
         vocab_size: 31,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: tied,
         max_position_embeddings: 16,
         initializer_range: 0.2,

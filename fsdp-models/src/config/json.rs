@@ -5,8 +5,8 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::{ConfigError, LlamaConfig};
-use crate::settings::{Kind, Known, Plain, Refusals, Setting, Table};
+use super::{ConfigError, LlamaConfig, rope};
+use crate::settings::{Kind, Known, Plain, Setting, Table};
 
 /// What is read of a file, with the defaults of the format.
 #[derive(Deserialize)]
@@ -25,26 +25,13 @@ struct Read {
     head_dim: Option<usize>,
 }
 
-/// What the maps of rotary parameters say.
-#[derive(Default, Deserialize)]
-struct Rope {
-    rope_theta: Option<f64>,
-}
-
 /// Reads a configuration. `path` is that of the file, where there is one.
 pub(super) fn read(json: &Map<String, Value>, path: Option<&Path>) -> Result<LlamaConfig, ConfigError> {
     check_kind(json, path)?;
-    let rope = rope(json);
     let mut refusals = CONFIG.check(json.iter());
-    if let Some((name, rope)) = rope {
-        check_rope(name, rope, &mut refusals);
-    }
+    let rotary = rope::read(json, &mut refusals);
     refusals.into_result(path)?;
     let malformed = |cause| ConfigError::Malformed { path: path.map(Path::to_path_buf), cause };
-    let nested: Rope = match rope {
-        Some((_, rope)) => serde_json::from_value(rope.clone()).map_err(malformed)?,
-        None => Rope::default(),
-    };
     // What is null is missing.
     let set = json.iter().filter(|(_, value)| !value.is_null());
     let set: Map<String, Value> = set.map(|(name, value)| (name.clone(), value.clone())).collect();
@@ -57,7 +44,8 @@ pub(super) fn read(json: &Map<String, Value>, path: Option<&Path>) -> Result<Lla
         num_key_value_heads: read.num_key_value_heads.unwrap_or(read.num_attention_heads),
         vocab_size: read.vocab_size,
         rms_norm_eps: read.rms_norm_eps.unwrap_or(1e-6),
-        rope_theta: nested.rope_theta.or(read.rope_theta).unwrap_or(10_000.0),
+        rope_theta: rotary.theta.or(read.rope_theta).unwrap_or(10_000.0),
+        rope_scaling: rotary.scaling,
         tie_word_embeddings: read.tie_word_embeddings.unwrap_or(false),
         max_position_embeddings: read.max_position_embeddings.unwrap_or(2048),
         initializer_range: read.initializer_range.unwrap_or(0.02),
@@ -84,37 +72,6 @@ fn check_kind(json: &Map<String, Value>, path: Option<&Path>) -> Result<(), Conf
         None => Ok(()),
     }
 }
-
-/// The map of rotary parameters that counts, if there is one: as in `transformers`, the older name before the newer.
-fn rope(json: &Map<String, Value>) -> Option<(&'static str, &Value)> {
-    let set = |name| Some((name, json.get(name).filter(|value| !value.is_unset())?));
-    ["rope_scaling", "rope_parameters"].into_iter().find_map(set)
-}
-
-fn check_rope(name: &'static str, rope: &Value, refusals: &mut Refusals) {
-    let Value::Object(rope) = rope else {
-        return refusals.only(name, &rope.shown(), &[Plain::Unset]);
-    };
-    // `type` is what older files call it; where both are, the newer counts.
-    let kind = ["rope_type", "type"].iter().find_map(|name| rope.get(*name).filter(|kind| !kind.is_unset()));
-    match kind {
-        // All else that such a map says belongs to its kind.
-        Some(kind) if kind.as_str() != Some("default") => {
-            refusals.only(name, &kind.shown(), &[Plain::Text("default")]);
-        }
-        _ => refusals.add_within(name, ROPE.check(rope.iter())),
-    }
-}
-
-const ROPE: Table = Table {
-    known: &[
-        Known::Read(Kind::Text, &["rope_type", "type"]),
-        Known::Read(Kind::Number, &["rope_theta"]),
-        Known::Only("partial_rotary_factor", &[Plain::Number(1.0)]),
-        Known::Only("factor", &[Plain::Number(1.0)]),
-    ],
-    off_is_unset: false,
-};
 
 /// Every setting that a Llama's `config.json` may have. A switch that is off counts as set: there are models whose default is on.
 const CONFIG: Table = Table {
@@ -237,6 +194,7 @@ const CONFIG: Table = Table {
 
 #[cfg(test)]
 mod tests {
+    use super::super::RopeScaling;
     use super::super::tests::{MINIMAL, read};
 
     fn message(fields: &str) -> String {
@@ -364,17 +322,10 @@ mod tests {
             10_000.0
         );
         assert_eq!(theta(r#""rope_scaling": {"type": "llama3", "rope_type": "default"}"#), 10_000.0);
-        for (kind, name) in [
-            (r#"{"type": "llama3", "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}"#, "llama3"),
-            (r#"{"type": "linear", "factor": 2.0}"#, "linear"),
-            (r#"{"rope_type": "dynamic", "type": null, "factor": 2.0}"#, "dynamic"),
-            (r#"{"rope_type": "yarn", "factor": 4.0}"#, "yarn"),
-        ] {
-            for field in ["rope_scaling", "rope_parameters"] {
-                let expected = format!("{field} is `{name}`: only `default` is supported");
-                assert_eq!(message(&format!("\"{field}\": {kind}")), expected);
-            }
-        }
+        assert_eq!(
+            message(r#""rope_parameters": {"rope_type": "longrope", "factor": 4.0}"#),
+            "rope_parameters is `longrope`: only `default`, `linear`, `dynamic`, `llama3`, `yarn` are supported"
+        );
         assert_eq!(
             message(r#""rope_scaling": {"rope_type": "default", "factor": 8.0, "mrope_section": [1]}"#),
             "rope_scaling.factor is 8.0: only 1 is supported; unknown setting `rope_scaling.mrope_section` (a list of 1): it may \
@@ -384,6 +335,107 @@ mod tests {
             message(r#""rope_scaling": "linear""#),
             "rope_scaling is `linear`: only null is supported"
         );
+    }
+
+    #[test]
+    fn kinds_of_rotary_scaling_are_read_and_written() {
+        let (original, factor) = (Some(4096), 4.0);
+        let yarn = RopeScaling::Yarn {
+            factor,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            attention_factor: None,
+            original_max_position_embeddings: original,
+        };
+        let weighed = RopeScaling::Yarn {
+            factor,
+            beta_fast: 24.0,
+            beta_slow: 2.0,
+            truncate: false,
+            // (0.05 ln 4 + 1) / (0.1 ln 4 + 1)
+            attention_factor: Some(0.939_124_428_143),
+            original_max_position_embeddings: None,
+        };
+        let llama3 = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        for (map, expected) in [
+            (r#"{"type": "linear", "factor": 4}"#, RopeScaling::Linear { factor }),
+            (r#"{"rope_type": "dynamic", "factor": 4.0}"#, RopeScaling::Dynamic { factor }),
+            (
+                r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192, "rope_theta": 5e5}"#,
+                llama3,
+            ),
+            (
+                r#"{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "finetuned": true}"#,
+                yarn,
+            ),
+            (
+                r#"{"rope_type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 1.0, "beta_fast": 24, "beta_slow": 2,
+                    "truncate": false}"#,
+                weighed,
+            ),
+        ] {
+            let config = read(&format!("{{{MINIMAL}, \"rope_scaling\": {map}}}")).unwrap();
+            let found = config.rope_scaling.clone().unwrap();
+            match (&found, &expected) {
+                (
+                    RopeScaling::Yarn { attention_factor: Some(found), .. },
+                    RopeScaling::Yarn { attention_factor: Some(expected), .. },
+                ) => assert!((found - expected).abs() < 1e-9, "{found} {expected}"),
+                _ => assert_eq!(found, expected),
+            }
+            let json = serde_json::Value::Object(config.to_json()).to_string();
+            assert_eq!(read(&json).unwrap().rope_scaling, Some(found), "{json}");
+        }
+        // Longer sequences are what dynamic scaling is for.
+        let dynamic =
+            read(&format!("{{{MINIMAL}, \"rope_scaling\": {{\"type\": \"dynamic\", \"factor\": 1.5}}}}"))
+                .unwrap();
+        assert_eq!((dynamic.max_position_embeddings, dynamic.positions()), (2048, 3072));
+    }
+
+    #[test]
+    fn a_rotary_scaling_that_lacks_something_or_has_something_else_is_refused() {
+        let scaling = |map: &str| {
+            let error = read(&format!("{{{MINIMAL}, \"rope_scaling\": {map}}}")).unwrap_err().to_string();
+            error.split_once("`: ").map_or(error.clone(), |(_, rest)| rest.to_owned())
+        };
+        assert_eq!(
+            scaling(r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": null}"#),
+            "rope_scaling.low_freq_factor is missing; rope_scaling.high_freq_factor is missing; \
+             rope_scaling.original_max_position_embeddings is missing"
+        );
+        assert!(
+            scaling(r#"{"type": "linear", "factor": 2.0, "beta_fast": 32}"#)
+                .starts_with("unknown setting `rope_scaling.beta_fast` (32)")
+        );
+        assert_eq!(
+            scaling(r#"{"type": "yarn", "factor": "4", "truncate": 1}"#),
+            "rope_scaling.factor is `4`: expected a number; rope_scaling.truncate is 1: expected true or false"
+        );
+        for (map, expected) in [
+            (r#"{"type": "linear", "factor": 0.5}"#, "factor is 0.5: expected a number from 1 on"),
+            (
+                r#"{"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4, "original_max_position_embeddings": 8}"#,
+                "high_freq_factor is 4: expected a number above low_freq_factor",
+            ),
+            (
+                r#"{"type": "yarn", "factor": 8, "beta_fast": 0.5}"#,
+                "beta_fast is 0.5: expected a number that is not below beta_slow",
+            ),
+            (
+                r#"{"type": "yarn", "factor": 8, "original_max_position_embeddings": 0}"#,
+                "original_max_position_embeddings is 0: expected at least 1",
+            ),
+        ] {
+            assert_eq!(scaling(map), format!("rope_scaling: {expected}"));
+        }
     }
 
     /// What `transformers` 4.31 to 5.24 and other programs wrote into files of Llamas on the hub.

@@ -77,6 +77,16 @@ pub enum ConfigError {
         /// Its value.
         value: f64,
     },
+    /// A constant of the scaling of rotary frequencies.
+    #[error("rope_scaling: {field} is {value}: expected {expected}")]
+    RopeScaling {
+        /// Which constant.
+        field: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it may be.
+        expected: &'static str,
+    },
     /// A constant that may be 0, but not below.
     #[error("{field} is {value}: it must be finite and not negative")]
     Negative {

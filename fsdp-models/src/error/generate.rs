@@ -8,7 +8,7 @@ pub enum GenerateError {
     #[error("the prompt is empty: at least one token is needed to begin with")]
     EmptyPrompt,
     /// More than the model can look at.
-    #[error("a prompt of {tokens} tokens is too long for a model of max_position_embeddings {positions}")]
+    #[error("a prompt of {tokens} tokens is too long for a model of {positions} positions")]
     PromptTooLong {
         /// Tokens of the prompt.
         tokens: usize,

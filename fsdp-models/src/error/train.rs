@@ -38,7 +38,7 @@ pub enum TrainError {
         outer_ranks: usize,
     },
     /// The data's sequences are longer than the model's.
-    #[error("a sequence of {seq} tokens is too long for a model of max_position_embeddings {positions}")]
+    #[error("a sequence of {seq} tokens is too long for a model of {positions} positions")]
     SequenceTooLong {
         /// Tokens of a sequence.
         seq: usize,

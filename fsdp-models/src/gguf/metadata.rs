@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file::Value;
 
-use crate::config::LlamaConfig;
+use crate::config::{LlamaConfig, RopeScaling};
 use crate::error::PretrainedError;
 use crate::settings::{Kind, Known, Plain, Setting, Table};
 
@@ -34,19 +34,19 @@ const MODEL: Table = Table {
                 "llama.feed_forward_length",
                 "llama.rope.dimension_count",
                 "llama.rope.freq_base",
+                "llama.rope.scale_linear",
+                "llama.rope.scaling.factor",
                 "llama.vocab_size",
             ],
         ),
         Known::Only("llama.attention.causal", &[Plain::Bool(true)]),
         Known::Only("llama.expert_count", &[Plain::Number(0.0)]),
         Known::Only("llama.expert_used_count", &[Plain::Number(0.0)]),
-        Known::Only("llama.rope.scale_linear", &[Plain::Number(1.0)]),
-        Known::Only("llama.rope.scaling.factor", &[Plain::Number(1.0)]),
-        Known::Only("llama.rope.scaling.type", &[Plain::Text("none")]),
+        Known::Only("llama.rope.scaling.type", &[Plain::Text("none"), Plain::Text("linear")]),
         // One of several files, whose tensors are not those of a whole model.
         Known::Only("split.count", &[Plain::Number(0.0), Plain::Number(1.0)]),
         Known::Ignored(&["split.no", "split.tensors.count"]),
-        // Of the scaling, of which there is none.
+        // Of other kinds of scaling.
         Known::Ignored(&["llama.rope.scaling.finetuned", "llama.rope.scaling.original_context_length"]),
         // llama.cpp does not look at them in a Llama.
         Known::Ignored(&["llama.tensor_data_layout", "llama.use_parallel_residual"]),
@@ -96,12 +96,28 @@ impl Metadata<'_> {
             vocab_size,
             rms_norm_eps: self.required(eps, self.float(eps)?)?,
             rope_theta: self.float("llama.rope.freq_base")?.unwrap_or(10_000.0),
+            rope_scaling: self.linear_scaling()?,
             tie_word_embeddings: tied,
             max_position_embeddings: count("llama.context_length")?,
             initializer_range: 0.02,
             head_dim: head_dim.filter(|width| width.checked_mul(num_attention_heads) != Some(hidden_size)),
         };
         Ok(config)
+    }
+
+    /// The linear scaling of the rotary frequencies, if there is one. As in llama.cpp, a factor without a kind is that of a linear
+    /// one, and counts before the setting that older files have.
+    fn linear_scaling(&self) -> Result<Option<RopeScaling>, PretrainedError> {
+        if self.values.get("llama.rope.scaling.type").is_some_and(|kind| kind.is(&Plain::Text("none"))) {
+            return Ok(None);
+        }
+        let factor = self.float("llama.rope.scaling.factor")?;
+        let factor =
+            factor.map_or_else(|| self.float("llama.rope.scale_linear"), |factor| Ok(Some(factor)))?;
+        // 0 says that there is none.
+        Ok(factor
+            .filter(|&factor| factor != 0.0 && factor != 1.0)
+            .map(|factor| RopeScaling::Linear { factor }))
     }
 
     /// Refuses what would change the arithmetic of the model, and what is not known here. Another architecture first: all else

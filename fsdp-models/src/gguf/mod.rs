@@ -3,6 +3,7 @@
 mod header;
 mod metadata;
 mod names;
+mod rotary;
 
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
@@ -19,9 +20,6 @@ use crate::config::LlamaConfig;
 use crate::error::PretrainedError;
 use metadata::Metadata;
 use names::{Rotary, translate};
-
-/// By what the frequencies of the rotary embedding are divided.
-const ROPE_FREQS: &str = "rope_freqs.weight";
 
 /// Elements dequantised at a time: a multiple of every block size.
 const CHUNK: usize = 1 << 16;
@@ -97,22 +95,20 @@ impl GgufFile {
         let embedding = content.tensor_infos.get("token_embd.weight");
         let vocab_size = embedding.map_or(0, |info| info.shape.dims().first().copied().unwrap_or(0));
         let tied = !content.tensor_infos.contains_key("output.weight");
-        let config = metadata.config(vocab_size, tied)?;
-        if content.tensor_infos.contains_key(ROPE_FREQS) {
-            let reason = "scales the rotary frequencies, as in Llama 3.1 and later: only models without scaling are supported";
-            return Err(PretrainedError::Metadata {
-                path: path.to_path_buf(),
-                key: ROPE_FREQS.into(),
-                reason: reason.into(),
-            });
-        }
+        let mut config = metadata.config(vocab_size, tied)?;
         config.validate().map_err(|error| PretrainedError::Metadata {
             path: path.to_path_buf(),
             key: "general.architecture".into(),
             reason: format!("is `llama`, but {error}"),
         })?;
+        if let Some(info) = content.tensor_infos.get(rotary::DIVISORS) {
+            let start = content.tensor_data_offset.saturating_add(info.offset);
+            config.rope_scaling = rotary::scaling(&file, info, start, &config)?;
+        }
         let mut tensors = BTreeMap::new();
-        let mut infos: Vec<_> = content.tensor_infos.iter().collect();
+        // The divisors of frequencies are a setting of the model, none of its parameters.
+        let mut infos: Vec<_> =
+            content.tensor_infos.iter().filter(|(name, _)| *name != rotary::DIVISORS).collect();
         // In the order of the file: what is wrong first is always the same.
         infos.sort_by_key(|(name, info)| (info.offset, name.as_str()));
         for (name, info) in infos {

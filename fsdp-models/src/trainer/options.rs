@@ -115,7 +115,7 @@ impl TrainOptions {
         if let Some(schedule) = self.schedule() {
             schedule.validate().map_err(fsdp::Error::from)?;
         }
-        let (seq, positions) = (data.seq(), self.model.max_position_embeddings);
+        let (seq, positions) = (data.seq(), self.model.positions());
         if seq > positions {
             return Err(TrainError::SequenceTooLong { seq, positions }.into());
         }
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(refusal(1, 16, none), "microbatches is 0: it must be at least 1");
         assert_eq!(
             refusal(1, 17, options()),
-            "a sequence of 17 tokens is too long for a model of max_position_embeddings 16"
+            "a sequence of 17 tokens is too long for a model of 16 positions"
         );
         let thrice = TrainOptions { microbatches: 3, ..options() };
         assert!(refusal(2, 16, thrice).contains("it must be a positive multiple of 6"));

@@ -4,10 +4,11 @@ use std::fs;
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use fsdp::prelude::*;
+use fsdp_models::config::RopeScaling;
 use fsdp_models::pretrained::{GgufFile, Pretrained, Strictness};
 use fsdp_models::{Llama, LlamaConfig, Tokenizer};
 use safetensors::Dtype;
@@ -142,7 +143,7 @@ fn what_would_compute_something_else_is_refused() {
         (
             "llama.rope.scaling.type",
             text("yarn"),
-            "llama.rope.scaling.type is `yarn`: only `none` is supported",
+            "llama.rope.scaling.type is `yarn`: only `none`, `linear` are supported",
         ),
         ("llama.expert_count", Some(Value::U32(8)), "llama.expert_count is 8: only 0 is supported"),
         ("llama.block_count", None, "`llama.block_count` is missing"),
@@ -226,7 +227,7 @@ fn what_says_nothing_of_the_model_is_passed_over() {
 }
 
 #[test]
-fn scaled_frequencies_are_refused_and_biases_are_unexpected() {
+fn biases_are_unexpected() {
     let config = config(true);
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
@@ -245,17 +246,60 @@ fn scaled_frequencies_are_refused_and_biases_are_unexpected() {
     let mut model = Llama::new(&config).unwrap().fully_shard(&DeviceMesh::single()).unwrap();
     let message = pretrained.load(&mut model, Strictness::Strict).unwrap_err().to_string();
     assert!(message.ends_with("1 unexpected: blk.0.attn_q.bias"), "{message}");
+}
 
-    all.push(("rope_freqs.weight".into(), vector()));
-    write_gguf(&path, &gguf_metadata(&config), &all);
-    assert_eq!(
-        Pretrained::open(&path).unwrap_err().to_string(),
-        format!(
-            "`{}`: `rope_freqs.weight` scales the rotary frequencies, as in Llama 3.1 and later: only models without scaling are \
-             supported",
-            path.display()
-        )
-    );
+/// llama.cpp divides the frequencies of Llama 3 by a tensor, and those of linear scaling by a setting.
+#[test]
+fn scaled_frequencies_are_those_of_the_directory() {
+    let plain = config(true);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let open = |metadata: Vec<(&'static str, Value)>, divisors: Option<&[f32]>| {
+        let mut all = quantise(&plain, &tensors(&plain), GgmlDType::F32);
+        if let Some(divisors) = divisors {
+            let divisors = Tensor::new(divisors, &Device::Cpu).unwrap();
+            all.push(("rope_freqs.weight".into(), QTensor::quantize(&divisors, GgmlDType::F32).unwrap()));
+        }
+        write_gguf(&path, &[gguf_metadata(&plain), metadata].concat(), &all);
+        Pretrained::open(&path)
+    };
+    let linear = |kind: &str| {
+        vec![
+            ("llama.rope.scaling.type", Value::String(kind.into())),
+            ("llama.rope.scaling.factor", Value::F32(4.0)),
+        ]
+    };
+    let scaling = |opened: fsdp_models::Result<Pretrained>| {
+        let opened = opened.unwrap();
+        assert!(opened.check().unwrap().is_empty());
+        opened.config().rope_scaling.clone()
+    };
+    assert_eq!(scaling(open(linear("linear"), None)), Some(RopeScaling::Linear { factor: 4.0 }));
+    assert_eq!(scaling(open(linear("none"), None)), None);
+    assert_eq!(scaling(open(vec![("llama.rope.scale_linear", Value::F32(0.0))], None)), None);
+
+    // Within 8192 positions pair 5 of 8 turns round 4.12 times, pair 6 1.30 times, pair 7 0.41 times: the divisor of pair 6 is
+    // 1 / ((1 - s) / 8 + s) with s = (1.3038 - 1) / 3.
+    let llama3 = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.681_482_6, 8.0];
+    let expected = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    assert_eq!(scaling(open(vec![], Some(&llama3))), Some(expected));
+    assert_eq!(scaling(open(vec![], Some(&[1.0; 8]))), None);
+
+    let refused = |opened: fsdp_models::Result<Pretrained>, expected: &str| {
+        let message = opened.unwrap_err().to_string();
+        assert!(message.contains(&format!("`rope_freqs.weight` {expected}")), "{message}");
+    };
+    let mut other = llama3;
+    other[6] = 4.0;
+    refused(open(vec![], Some(&other)), "divides frequency 6 by 4: expected 4.681");
+    refused(open(vec![], Some(&[f32::NAN; 8])), "divides frequency 0 by NaN: expected 1");
+    refused(open(vec![], Some(&[2.0; 4])), "is F32 of shape [4]: expected F32 of shape [8]");
+    refused(open(linear("linear"), Some(&llama3)), "is there beside `llama.rope.scaling.type`");
 }
 
 #[test]

@@ -26,6 +26,7 @@ pub(super) fn config(tied: bool) -> LlamaConfig {
         vocab_size: VOCAB,
         rms_norm_eps: 1e-5,
         rope_theta: 10_000.0,
+        rope_scaling: None,
         tie_word_embeddings: tied,
         max_position_embeddings: 9,
         initializer_range: 0.2,
