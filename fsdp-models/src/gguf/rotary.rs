@@ -56,10 +56,9 @@ pub(super) fn scaling(
         original_max_position_embeddings: 8192,
     };
     let expected = rope::divisors(&LlamaConfig { rope_scaling: Some(scaling.clone()), ..config.clone() });
-    match found.iter().zip(&expected).position(|(found, expected)| {
-        // Not the other way round: a NaN is close to nothing.
-        !((found - expected).abs() <= CLOSE * expected)
-    }) {
+    // A NaN is close to nothing.
+    let close = |found: f64, expected: f64| (found - expected).abs() <= CLOSE * expected;
+    match found.iter().zip(&expected).position(|(&found, &expected)| !close(found, expected)) {
         None => Ok(Some(scaling)),
         Some(pair) => Err(refused(format!(
             "divides frequency {pair} by {}: expected {} as in Llama 3 with a factor of {factor}",
