@@ -96,6 +96,14 @@ def check_rust_versions():
             yield f"{package['name']} {package['version']} needs Rust {package['rust_version']}"
 
 
+def check_features():
+    """Features that the examples are built with by `cargo run`, and not by `cargo test --workspace`: all above would be built twice."""
+    tree = ["cargo", "tree", "--offline", "--prefix", "none", "--format", "{p} [{f}]", "--edges", "normal,build,dev"]
+    resolved = lambda *more: {line.removesuffix(" (*)") for line in run(*tree, *more).stdout.split("\n")}
+    for line in sorted(resolved() - resolved("--workspace")):
+        yield f"tests/support/Cargo.toml does not add the workspace's features of {line.split(' [')[0]}"
+
+
 METADATA = json.loads(run("cargo", "metadata", "--no-deps", "--format-version", "1").stdout)
 EVERY_PACKAGE = METADATA["packages"]
 # `publish` is null where a crate may be published anywhere.
@@ -107,6 +115,7 @@ def main():
     for name, package in PACKAGES.items():
         wrong += [f"{name}: {problem}" for check in (check_manifest, check_files) for problem in check(package)]
     wrong += check_rust_versions()
+    wrong += check_features()
     kept = [argument for package in EVERY_PACKAGE if package["publish"] is not None for argument in ("--exclude", package["name"])]
     packed = run("cargo", "package", "--workspace", "--no-verify", "--allow-dirty", *kept)
     wrong += [f"cargo package: {line}" for line in packed.stderr.split("\n") if line.startswith("warning") and not EXPECTED.match(line)]

@@ -1,6 +1,6 @@
 //! The shortest whole program: define a model, shard it over two ranks, train it.
 //!
-//! `cargo run --release --example quickstart`
+//! `cargo run --example quickstart`
 
 use candle_core::{Device, Result, Tensor};
 use fsdp::prelude::*;
