@@ -16,7 +16,7 @@ pub fn ci() -> Vec<Tier> {
             minutes: 0.1,
             run: format,
         },
-        Tier { name: "tests", what: "the README's test command", minutes: 22.0, run: tests },
+        Tier { name: "tests", what: "the README's test command", minutes: 14.0, run: tests },
         Tier { name: "lints", what: "clippy, warnings being errors", minutes: 2.5, run: lints },
         Tier { name: "docs", what: "rustdoc, warnings being errors", minutes: 1.0, run: docs },
         Tier {
@@ -40,13 +40,13 @@ pub fn ci() -> Vec<Tier> {
         Tier {
             name: "cuda",
             what: "the features cuda and nccl on the fake driver",
-            minutes: 16.0,
+            minutes: 12.0,
             run: || run(".ci/cuda", &[]),
         },
         Tier {
             name: "programs",
             what: "the README's main command, fine-tuning and the quick start",
-            minutes: 8.0,
+            minutes: 2.0,
             run: || run(".ci/programs", &[]),
         },
     ];
@@ -89,7 +89,7 @@ pub fn deep() -> Vec<Tier> {
         Tier {
             name: "schedules",
             what: "the rendezvous, the streams and the pipelines in 16 times as many schedules",
-            minutes: 5.0,
+            minutes: 1.0,
             run: || model("16"),
         },
         Tier { name: "model", what: "in 80 times as many schedules", minutes: 20.0, run: || model("80") },
