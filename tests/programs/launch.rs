@@ -55,7 +55,7 @@ fn ranks_in_processes_train_as_ranks_in_threads_to_the_bit() {
         |options: &str| [train].into_iter().chain(options.split(' ')).map(str::to_owned).collect::<Vec<_>>();
     for (ranks, options) in [
         ("2", "--steps 4"),
-        ("3", "--steps 3 --batch 6 --strategy optim --dtype bf16"),
+        ("3", "--steps 3 --batch 6 --strategy optim --param-dtype bf16"),
         ("4", "--steps 3 --outer-ranks 2 --microbatches 2 --save-weights weights"),
     ] {
         let options = program(&format!("{SMALL} {options}"));

@@ -123,6 +123,8 @@ impl Rank {
         let status = forwarding.quiet(|pids| {
             let status = self.child.try_wait().ok().flatten()?;
             pids.retain(|pid| *pid != self.child.id());
+            // What it has left behind would hold its output open.
+            signals::end_group(&self.child);
             Some(status)
         })?;
         self.end = Some(status);
@@ -134,6 +136,7 @@ impl Rank {
 
     fn kill(&mut self) {
         if self.end.is_none() {
+            signals::end_group(&self.child);
             let _ = self.child.kill();
         }
     }

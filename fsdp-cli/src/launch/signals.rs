@@ -42,6 +42,11 @@ pub fn code(status: ExitStatus) -> u8 {
     }
 }
 
+/// Ends a rank with all that it has started, or what it has left behind.
+pub fn end_group(child: &Child) {
+    system::send(child.id(), system::END);
+}
+
 /// Has the process be the first of a group of its own, and end when this one does, in whatever way.
 pub fn apart(command: &mut Command) {
     system::apart(command);
@@ -53,10 +58,11 @@ mod system {
     use std::process::{Command, ExitStatus};
     use std::{io, thread};
 
-    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2};
     use signal_hook::iterator::Signals;
 
     pub const ASK_TO_END: i32 = SIGTERM;
+    pub const END: i32 = SIGKILL;
 
     pub fn each(act: impl Fn(i32) + Send + 'static) -> io::Result<()> {
         let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2])?;
@@ -64,9 +70,11 @@ mod system {
         thread::Builder::new().name("signals".into()).spawn(wait).map(drop)
     }
 
+    /// To a process and its group, as a terminal does: the process may be a shell that has started the program.
     pub fn send(process: u32, signal: i32) {
-        // SAFETY: a call with two numbers; the process is a child that was not waited for, so that the number is its.
-        unsafe { libc::kill(process.cast_signed(), signal) };
+        // SAFETY: a call with two numbers. The process is the first of its group and a child that was not waited for, or was a
+        // moment ago: the number is the group's while any of it runs, and no other's so soon after.
+        unsafe { libc::kill(-process.cast_signed(), signal) };
     }
 
     pub fn code(status: ExitStatus) -> u8 {
@@ -95,6 +103,7 @@ mod system {
     use std::process::{Command, ExitStatus};
 
     pub const ASK_TO_END: i32 = 0;
+    pub const END: i32 = 0;
 
     pub fn each(_: impl Fn(i32) + Send + 'static) -> std::io::Result<()> {
         Ok(())

@@ -23,6 +23,10 @@ pub(super) struct Process {
     id: u32,
 }
 
+/// Bytes of an offer: the ranks' parts of an exchange are of one length, and what they say is not. Names of hosts and reasons of the
+/// system are far shorter.
+const OFFER: usize = 1024;
+
 /// What a rank tells the others of its window.
 #[derive(Serialize, Deserialize)]
 struct Offer {
@@ -121,7 +125,9 @@ pub(super) fn open(
     let window = place.and_then(|own| own.place().map_err(|error| error.to_string()));
     let offer = Offer { process: Process::own(), window, bytes: BYTES };
     let here = |error: &dyn std::fmt::Display| Refusal::Here(error.to_string());
-    let offered = serde_json::to_vec(&offer).map_err(|error| here(&error))?;
+    let mut offered = serde_json::to_vec(&offer).map_err(|error| here(&error))?;
+    // Blanks after it are no part of it.
+    offered.resize(offered.len().max(OFFER), b' ');
     let tag = Tag { unit: format!("memory for {}", first.unit).into(), ..first };
     let own_bytes = offered.len();
     let offers = control.host_gather(tag, offered).map_err(Refusal::Comm)?;
