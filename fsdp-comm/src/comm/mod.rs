@@ -191,6 +191,12 @@ pub unsafe trait Communicator: Send + Sync {
     /// one's. Every rank must call it with the same `name`, in the same order.
     fn duplicate(&self, name: &str) -> Arc<dyn Communicator>;
 
+    /// A [`duplicate`](Communicator::duplicate) whose calls are compared without what the ranks have noted: for collectives that
+    /// streams come to, at times that say nothing of where the ranks' own threads are.
+    fn duplicate_apart(&self, name: &str) -> Arc<dyn Communicator> {
+        self.duplicate(name)
+    }
+
     /// A communicator of some of the ranks: `ranks` are their indices in this group, in the order of their new
     /// indices, this rank's among them. Every rank must call it with the same `name`, in the same order among
     /// the calls of this and of [`Communicator::duplicate`]; any two ranks must name the same group or groups

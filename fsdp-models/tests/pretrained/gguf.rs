@@ -280,7 +280,7 @@ fn scaled_frequencies_are_those_of_the_directory() {
 
     // Within 8192 positions pair 5 of 8 turns round 4.12 times, pair 6 1.30 times, pair 7 0.41 times: the divisor of pair 6 is
     // 1 / ((1 - s) / 8 + s) with s = (1.3038 - 1) / 3.
-    let llama3 = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.681_482_6, 8.0];
+    let llama3 = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.681_483, 8.0];
     let expected = RopeScaling::Llama3 {
         factor: 8.0,
         low_freq_factor: 1.0,

@@ -113,6 +113,11 @@ unsafe impl Communicator for LocalComm {
         Arc::new(LocalComm::new(child.made_of(&self.endpoint)))
     }
 
+    fn duplicate_apart(&self, name: &str) -> Arc<dyn Communicator> {
+        let Endpoint { world, channel, index, members, .. } = &*self.endpoint;
+        Arc::new(LocalComm::new(world.child(*channel, *index, name, members.clone())))
+    }
+
     fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         self.caller().split(name, ranks)?;
         let Endpoint { world, channel, index, members, .. } = &*self.endpoint;

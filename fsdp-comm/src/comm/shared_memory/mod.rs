@@ -94,7 +94,7 @@ impl SharedMemoryComm {
             return Err(CommError::Invalid { rank: control.rank(), message: message.to_owned() });
         };
         let notes = notes.iter().cloned().chain([Arc::new(Mutex::new("".into()))]).collect();
-        let opening = Opening { control: control.duplicate("memory"), windows: Mutex::default() };
+        let opening = Opening { control: control.duplicate_apart("memory"), windows: Mutex::default() };
         let (opening, called, order) = (Arc::new(opening), Mutex::default(), Arc::default());
         Ok(Arc::new(SharedMemoryComm { control, ledger, processes, notes, opening, called, order }))
     }

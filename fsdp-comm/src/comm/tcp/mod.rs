@@ -125,12 +125,12 @@ impl TcpComm {
     }
 
     /// Asks rank 0 to make a communicator of these members.
-    fn make(&self, name: &str, ranks: Option<&[usize]>, members: Arc<[usize]>) -> TcpComm {
+    fn make(&self, name: &str, ranks: Option<&[usize]>, members: Arc<[usize]>, apart: bool) -> TcpComm {
         let End { membership, id, traffic, index, members: own, .. } = &*self.0;
         let connection = &membership.connection;
         let (new, rank) = (connection.number(), own[*index]);
         let ranks = ranks.map(<[usize]>::to_vec);
-        connection.send(&Request::Make { comm: *id, new, name: name.to_owned(), ranks }, &[]);
+        connection.send(&Request::Make { comm: *id, new, name: name.to_owned(), ranks, apart }, &[]);
         let index = members.iter().position(|member| *member == rank).unwrap_or(0);
         let (membership, traffic, called) = (membership.clone(), traffic.clone(), AtomicU64::new(0));
         TcpComm(Arc::new(End { membership, id: new, members, index, called, traffic }))
@@ -268,13 +268,17 @@ unsafe impl Communicator for TcpComm {
     }
 
     fn duplicate(&self, name: &str) -> Arc<dyn Communicator> {
-        Arc::new(self.make(name, None, self.0.members.clone()))
+        Arc::new(self.make(name, None, self.0.members.clone(), false))
+    }
+
+    fn duplicate_apart(&self, name: &str) -> Arc<dyn Communicator> {
+        Arc::new(self.make(name, None, self.0.members.clone(), true))
     }
 
     fn split(&self, name: &str, ranks: &[usize]) -> Result<Arc<dyn Communicator>, CommError> {
         self.0.caller().split(name, ranks)?;
         let members = ranks.iter().map(|rank| self.0.members[*rank]).collect();
-        Ok(Arc::new(self.make(name, Some(ranks), members)))
+        Ok(Arc::new(self.make(name, Some(ranks), members, false)))
     }
 
     fn all_gather(&self, _: &dyn Stream, tag: Tag, parts: Vec<Gather>) -> Result<(), CommError> {

@@ -364,9 +364,10 @@ impl Hub {
                 let collective = named.spawn(work).map_err(|error| format!("cannot be served: {error}"))?;
                 return Ok(Some(collective));
             }
-            Request::Make { comm, new, name, ranks } => {
+            Request::Make { comm, new, name, ranks, apart } => {
                 let parent = known(comm)?;
                 let made = match ranks {
+                    None if apart => parent.duplicate_apart(&name),
                     None => parent.duplicate(&name),
                     Some(ranks) => {
                         parent.split(&name, &ranks).map_err(|error| format!("asked for a group: {error}"))?

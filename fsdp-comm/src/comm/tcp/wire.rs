@@ -13,7 +13,7 @@ use crate::comm::{Accumulate, CommError, HostOp, Phase, Tag};
 use crate::spec::Dtype;
 
 /// Of the messages below; both sides must speak the same.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 /// First bytes of a frame: whoever sends others is no rank.
 pub(super) const MAGIC: [u8; 4] = *b"FSDP";
 /// Bytes of a header at most: a group names its ranks in one.
@@ -43,8 +43,8 @@ pub(super) enum Request {
     /// A collective of the host, whose values are the body. It is answered, and until then the rank's own thread, if it
     /// has called it, does nothing else.
     Host { id: u64, comm: u64, tag: WireTag, op: Host, by_own_thread: bool },
-    /// The communicator `new`, made of another.
-    Make { comm: u64, new: u64, name: String, ranks: Option<Vec<usize>> },
+    /// The communicator `new`, made of another: of some of its ranks, of all, or of all and without their notes.
+    Make { comm: u64, new: u64, name: String, ranks: Option<Vec<usize>>, apart: bool },
     /// A note on a communicator.
     Note { comm: u64, state: String },
     /// A collective of devices is called.
