@@ -165,16 +165,14 @@ pub(super) struct Boundary<T, C, I, O> {
 
 impl<T, C, I, O> Boundary<T, C, I, O> {
     /// Takes the output, as the storage that `of` finds in it.
-    fn take<S>(&self, of: impl FnOnce(Storage) -> std::result::Result<S, Storage>) -> Result<(S, Shape)> {
+    fn take<S>(&self, of: impl FnOnce(Storage) -> Option<S>) -> Result<(S, Shape)> {
         let Some(value) = self.value.lock().take() else {
             candle_core::bail!("a unit's output is taken once");
         };
+        let place = value.device().location();
         match of(value) {
-            Ok(value) => Ok((value, self.shape.clone())),
-            Err(other) => candle_core::bail!(
-                "a unit's output is on {:?}, and its input on another device",
-                other.device()
-            ),
+            Some(value) => Ok((value, self.shape.clone())),
+            None => candle_core::bail!("a unit's output is on {place:?}, and its input on another device"),
         }
     }
 }
@@ -196,7 +194,7 @@ where
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take(|value| if let Storage::Cpu(value) = value { Ok(value) } else { Err(value) })
+        self.take(|value| if let Storage::Cpu(value) = value { Some(value) } else { None })
     }
 
     fn cuda_fwd(
@@ -206,7 +204,7 @@ where
         _: &CudaStorage,
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        self.take(|value| if let Storage::Cuda(value) = value { Ok(value) } else { Err(value) })
+        self.take(|value| if let Storage::Cuda(value) = value { Some(value) } else { None })
     }
 
     fn bwd(
