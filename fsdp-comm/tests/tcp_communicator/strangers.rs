@@ -62,7 +62,7 @@ fn a_seat_is_for_who_knows_the_secret() {
     let mut stranger = connect(port);
     stranger.write_all(b"FSDP\x02\0\0\0................").expect("it is taken");
     let said = rest(stranger);
-    assert_eq!(&said[..8], b"FSDP\x03\0\0\0");
+    assert_eq!(&said[..8], b"FSDP\x04\0\0\0");
     // Another token ends on its own side, in words.
     let wrong = text(start(test, 1, 2, port, "the wrong one").wait_with_output().expect("it ends"));
     assert!(

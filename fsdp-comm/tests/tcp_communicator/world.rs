@@ -59,7 +59,7 @@ pub fn hello(stream: &mut TcpStream, secret: &str, rank: u32, size: u32) -> bool
         Sha256::digest([&block.map(|byte| byte ^ 0x5c)[..], &inner].concat()).into()
     };
     let own = [7; 16];
-    stream.write_all(&[&b"FSDP\x03\0\0\0"[..], &own].concat()).expect("it is taken");
+    stream.write_all(&[&b"FSDP\x04\0\0\0"[..], &own].concat()).expect("it is taken");
     let mut answer = [0; 56];
     stream.read_exact(&mut answer).expect("it is answered");
     let other = &answer[8..24];
