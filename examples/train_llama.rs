@@ -1,7 +1,7 @@
 //! Trains a Llama-architecture model, fully sharded over ranks: threads of this process, or processes (`fsdp launch -n 4 -- train_llama ..`).
 //!
 //! `cargo run --example train_llama` trains a small one on this repository's own sources and docs
-//! for about two minutes, with `--release` for about one; `--help` tells what else it can do.
+//! for about two minutes; `--help` tells what else it can do.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
